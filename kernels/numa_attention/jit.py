@@ -1,0 +1,91 @@
+"""How a kernel runs: compiled by Triton, interpreted on the CPU, or replaced by torch.
+
+Importing this file imports neither Triton nor any kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+SETTING = "NUMA_SWIZZLE_KERNELS"
+CHOICES = ("auto", "triton", "torch", "interpret")
+_TRUTHY = frozenset({"1", "true", "on", "yes", "y"})
+
+
+class MissingTriton(ImportError):
+    """Triton was asked for and cannot be imported."""
+
+
+def require_triton() -> None:
+    """Import Triton, or raise MissingTriton, which says how to get along without it."""
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        raise MissingTriton(
+            f"Triton cannot be imported ({error}): install it with `pip install 'triton>=3.6'`, "
+            f"or set {SETTING}=torch to run without it."
+        ) from error
+
+
+def interpreting() -> bool:
+    """Whether kernels built now are to run under Triton's interpreter.
+
+    True if NUMA_SWIZZLE_KERNELS=interpret, or if TRITON_INTERPRET is set as Triton itself understands it.
+    """
+    return (
+        os.environ.get(SETTING, "").strip().lower() == "interpret"
+        or os.environ.get("TRITON_INTERPRET", "").strip().lower() in _TRUTHY
+    )
+
+
+def kernel(fn: Callable | None = None, **options):
+    """The decorator of every Triton kernel and device function here.
+
+    `fn` becomes a compiled kernel, or an interpreted one where `interpreting()`: decided once, when the
+    kernel's file is imported. `options` are those of `triton.jit`, for instance
+    `@kernel(do_not_specialize=["tokens"])`.
+
+    Raises MissingTriton.
+    """
+    if fn is None:
+        return lambda fn: kernel(fn, **options)
+    require_triton()
+    if interpreting():
+        from numa_attention.testing import interpreter
+
+        interpreter.enable()
+        return interpreter.interpret(fn, **options)
+    import triton
+
+    return triton.jit(fn, **options)
+
+
+def resolve(kernels: str, device: torch.device) -> str:
+    """Turn a `kernels` argument into what really runs on `device`: "triton" or "torch".
+
+    "auto" is torch on a CPU unless `interpreting()`, else Triton; "interpret" insists on the interpreter.
+
+    Raises ValueError for a choice that is unknown or cannot run there, MissingTriton where Triton is needed.
+    """
+    if kernels not in CHOICES:
+        raise ValueError(f"kernels={kernels!r} is unknown: choose one of {', '.join(CHOICES)}.")
+    if kernels == "interpret" and not interpreting():
+        raise ValueError(
+            f"kernels='interpret' needs {SETTING}=interpret set before the kernels are imported."
+        )
+    on_cpu = device.type == "cpu"
+    if kernels == "torch" or (kernels == "auto" and on_cpu and not interpreting()):
+        return "torch"
+    if on_cpu and not interpreting():
+        raise ValueError(
+            f"kernels='triton' needs tensors on a GPU, these are on the CPU: "
+            f"set {SETTING}=interpret to interpret the kernels, or {SETTING}=torch."
+        )
+    require_triton()
+    return "triton"
