@@ -1,0 +1,88 @@
+"""The work list of a decode step: which workgroup reads which KV tiles of which request.
+
+A *unit* is one (request, KV head, row block): one packed GQA tile and all the KV tiles it reads. Units are laid one
+after the other, request by request, and the line of all their tiles is cut into equal contiguous ranges, one a
+workgroup. A unit that lies in several ranges is *split*; its parts are merged by the workgroup that arrives last.
+Equal ranges balance uneven lengths, fill the device at batch 1, and leave at most two partial results a workgroup.
+
+The list has two arrays, built by `build_on_device` (one launch, no host synchronisation) or `build_on_host` (the same
+definition in numpy):
+
+- ranges int32 [workgroups, 2]: first item and number of items of each logical workgroup;
+- items int32 [capacity, 8]: request, KV head, row block, first tile, end tile, split, splits of the unit, first
+  workgroup of the unit. Item u + w is workgroup w's part of unit u, so positions need no counting; others are unused.
+
+Tile t of a request covers KV tokens [t * block_n, (t + 1) * block_n). Tiles left of every query's window are not listed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+ITEM_FIELDS = 8
+REQUEST, KV_HEAD, ROW_BLOCK, TILE_BEGIN, TILE_END, SPLIT, SPLITS, FIRST_WORKGROUP = range(ITEM_FIELDS)
+
+
+def capacity(max_requests: int, kv_heads: int, row_blocks: int, workgroups: int) -> int:
+    """Items a list for `max_requests` requests can need."""
+    return max_requests * kv_heads * row_blocks + workgroups
+
+
+def partial_slot(split: int, first_workgroup: int) -> int:
+    """Where a split's partial result is kept: a workgroup has at most two, of the unit it ends and the one it begins."""
+    return 2 * (first_workgroup + split) + (split == 0)
+
+
+def build_on_host(
+    seq_lens: np.ndarray,
+    query_lens: np.ndarray,
+    *,
+    kv_heads: int,
+    row_blocks: int,
+    block_n: int,
+    window: int,
+    workgroups: int,
+    min_tiles: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ranges, items) for requests of seq_lens, query_lens int [R]; see the module's text.
+
+    min_tiles: the fewest tiles a workgroup is given while another could take them.
+    """
+    items = np.full((capacity(len(seq_lens), kv_heads, row_blocks, workgroups), ITEM_FIELDS), -1, np.int32)
+    ranges = np.zeros((workgroups, 2), np.int32)
+    requests = np.flatnonzero(query_lens > 0)  # padding requests have no queries
+    if len(requests) == 0:
+        return ranges, items
+    seq_lens, query_lens = seq_lens[requests].astype(np.int64), query_lens[requests].astype(np.int64)
+    begin = np.maximum(seq_lens - query_lens - window, 0) // block_n if window >= 0 else np.zeros_like(seq_lens)
+    # a request with queries but no keys still has its output written: it takes one empty tile
+    tiles = np.maximum(-(-seq_lens // block_n) - begin, 1)
+    units = kv_heads * row_blocks
+    unit_begin = np.concatenate(([0], np.cumsum(np.repeat(tiles, units))))
+    total = int(unit_begin[-1])
+    used = min(workgroups, -(-total // min_tiles))
+    bounds = np.arange(used + 1) * total // used
+    first_of = ((unit_begin[:-1] + 1) * used - 1) // total
+    last_of = (unit_begin[1:] * used - 1) // total
+    for workgroup in range(used):
+        low, high = bounds[workgroup], bounds[workgroup + 1]
+        first = int(np.searchsorted(unit_begin, low, side="right")) - 1
+        last = int(np.searchsorted(unit_begin, high, side="left")) - 1
+        ranges[workgroup] = (first + workgroup, last - first + 1)
+        unit = np.arange(first, last + 1)
+        active = unit // units
+        start = begin[active] - unit_begin[unit]
+        items[unit + workgroup] = np.stack(
+            (
+                requests[active],
+                unit % units // row_blocks,
+                unit % row_blocks,
+                start + np.maximum(low, unit_begin[unit]),
+                start + np.minimum(high, unit_begin[unit + 1]),
+                workgroup - first_of[unit],
+                last_of[unit] - first_of[unit] + 1,
+                first_of[unit],
+            ),
+            axis=1,
+        )
+    return ranges, items

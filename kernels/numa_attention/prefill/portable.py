@@ -1,0 +1,300 @@
+"""Portable prefill over a paged cache, in plain Triton: variable lengths, packed GQA, cached prefixes.
+
+One workgroup computes one tile of the step's list (`prefill/tile_list.py`): BLOCK_M rows of the packed tile of one
+(request, KV head), a row being (query token, query head of the group), so that a group's heads read K and V once.
+The KV tokens a tile sees are walked in three stretches: left edge of the window (masked), interior (no mask at all),
+diagonal and end of the sequence (masked).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from numa_attention.jit import kernel
+from numa_attention.paged import page_rows
+from numa_attention.scores import add_sink, natural_lse, normalise, safe_max, score_tile, visible
+from numa_attention.variants import next_power_of_2
+
+
+@kernel
+def walk(
+    b_q,  # [M, D]
+    b_m,  # [M]
+    b_l,  # [M]
+    b_acc,  # [M, DV]
+    b_slope,  # [M]
+    o_position,  # [M]
+    p_k,  # [1, D]
+    p_v,  # [1, DV]
+    p_table,
+    key_low,
+    key_high,
+    tile_begin,
+    tile_end,
+    seq_len,
+    scale,
+    soft_cap,
+    k_page_stride,
+    k_token_stride,
+    v_page_stride,
+    v_token_stride,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold KV tiles [tile_begin, tile_end) into the softmax state (m, l, acc) of one query tile."""
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_dv = tl.arange(0, BLOCK_DV)
+    ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    for tile in tl.range(tile_begin, tile_end):
+        start = tile * BLOCK_N
+        o_key = start + o_n
+        if MASKED:
+            # tokens outside every row's sight are not read: their pages may hold anything, NaN included
+            m_key = (o_key >= key_low) & (o_key < key_high)
+        else:
+            m_key = o_n < BLOCK_N
+        o_k = page_rows(p_table, start, o_n, m_key, k_page_stride, k_token_stride, PAGE_SIZE, ONE_PAGE)
+        if MASKED or HEAD_DIM < BLOCK_D:
+            b_k = tl.load(p_k + o_k[:, None], mask=m_key[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            b_k = tl.load(p_k + o_k[:, None])
+        b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
+        b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP, HAS_ALIBI)
+        if MASKED:
+            b_s = tl.where(visible(o_position, o_key, seq_len, CAUSAL, WINDOW), b_s, float("-inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_safe = safe_max(b_m_new) if MASKED else b_m_new
+        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_alpha = tl.exp2(b_m - b_safe)
+        b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        b_m = b_m_new
+        o_v = page_rows(p_table, start, o_n, m_key, v_page_stride, v_token_stride, PAGE_SIZE, ONE_PAGE)
+        if MASKED or HEAD_DIM_V < BLOCK_DV:
+            b_v = tl.load(p_v + o_v[:, None], mask=m_key[:, None] & (o_dv < HEAD_DIM_V)[None, :], other=0.0)
+        else:
+            b_v = tl.load(p_v + o_v[:, None])
+        b_acc = b_acc * b_alpha[:, None]
+        b_acc = tl.dot(b_p.to(b_q.dtype), b_v.to(b_q.dtype), b_acc, input_precision="ieee")
+    return b_m, b_l, b_acc
+
+
+@kernel
+def prefill_kernel(
+    q,  # [tokens, q_heads, head_dim]
+    k_pages,  # [page, token, kv_head, head_dim]
+    v_pages,  # [page, token, kv_head, head_dim_v]
+    out,  # [tokens, q_heads, head_dim_v]
+    lse,  # float32 [tokens, q_heads]
+    tiles,  # int32 [workgroups, 4]: request, KV head, query block
+    block_table,
+    query_start_loc,
+    seq_lens,
+    sinks,
+    alibi_slopes,
+    k_scale,
+    v_scale,
+    scale,
+    soft_cap,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    out_head_stride,
+    lse_token_stride,
+    lse_head_stride,
+    k_page_stride,
+    k_token_stride,
+    k_head_stride,
+    v_page_stride,
+    v_token_stride,
+    v_head_stride,
+    block_table_stride,
+    first_request,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    p_tile = tiles + tl.program_id(0).to(tl.int64) * 4
+    request = tl.load(p_tile)
+    if request >= 0:
+        request = (request + first_request).to(tl.int64)
+        kv_head = tl.load(p_tile + 1).to(tl.int64)
+        block = tl.load(p_tile + 2)
+        query_start = tl.load(query_start_loc + request)
+        query_len = tl.load(query_start_loc + request + 1) - query_start
+        seq_len = tl.load(seq_lens + request)
+        context_len = seq_len - query_len
+        if HAS_SCALES:
+            scale = scale * tl.load(k_scale)
+            v_factor = tl.load(v_scale)
+        else:
+            v_factor = 1.0
+        o_m = tl.arange(0, BLOCK_M)
+        o_d = tl.arange(0, BLOCK_D)
+        o_dv = tl.arange(0, BLOCK_DV)
+        o_row = block * BLOCK_M + o_m
+        o_query = o_row // GROUP
+        m_row = o_query < query_len
+        o_token = (query_start + o_query).to(tl.int64)
+        o_head = kv_head * GROUP + o_row % GROUP
+        # rows past the last query get a position left of every key, so that they see none
+        o_position = tl.where(m_row, context_len + o_query, -1)
+        b_q = tl.load(
+            q + o_token[:, None] * q_token_stride + o_head[:, None] * q_head_stride + o_d[None, :],
+            mask=m_row[:, None] & (o_d < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        if HAS_ALIBI:
+            b_slope = tl.load(alibi_slopes + o_head, mask=m_row, other=0.0)
+        else:
+            b_slope = tl.zeros([BLOCK_M], tl.float32)
+
+        # the first and last query token of this tile bound the keys it sees, and those that all its rows see
+        first_position = context_len + block * BLOCK_M // GROUP
+        last_position = context_len + tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
+        key_high = seq_len
+        all_see_high = seq_len
+        if CAUSAL:
+            key_high = tl.minimum(last_position + 1, seq_len)
+            all_see_high = tl.minimum(first_position + 1, seq_len)
+        # rows past the last query are masked like the rest: they see nothing in masked tiles and are never written
+        key_low = 0
+        tile_low = 0
+        tile_interior = 0
+        if WINDOW >= 0:
+            key_low = tl.maximum(first_position - WINDOW, 0)
+            tile_low = key_low // BLOCK_N
+            tile_interior = (tl.maximum(last_position - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
+        tile_high = (key_high + BLOCK_N - 1) // BLOCK_N
+        tile_diagonal = tl.maximum(all_see_high // BLOCK_N, tile_low)
+        tile_interior = tl.minimum(tl.maximum(tile_interior, tile_low), tile_diagonal)
+
+        b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        b_l = tl.zeros([BLOCK_M], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        p_table = block_table + request * block_table_stride
+        p_k = k_pages + kv_head * k_head_stride + o_d[None, :]
+        p_v = v_pages + kv_head * v_head_stride + o_dv[None, :]
+        if WINDOW >= 0:
+            b_m, b_l, b_acc = walk(
+                b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, key_high,
+                tile_low, tile_interior, seq_len, scale, soft_cap,
+                k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, True,
+            )  # fmt: skip
+            # rows that have seen no key yet meet the interior with m = -inf; there every real row sees every key
+            tile_low = tile_interior
+        b_m, b_l, b_acc = walk(
+            b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, key_high,
+            tile_low, tile_diagonal, seq_len, scale, soft_cap,
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, False,
+        )  # fmt: skip
+        b_m, b_l, b_acc = walk(
+            b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, key_high,
+            tile_diagonal, tile_high, seq_len, scale, soft_cap,
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, True,
+        )  # fmt: skip
+        if HAS_SINK:
+            b_sink = tl.load(sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32)
+            b_m, b_l, b_acc = add_sink(b_m, b_l, b_acc, b_sink)
+        tl.store(
+            out + o_token[:, None] * out_token_stride + o_head[:, None] * out_head_stride + o_dv[None, :],
+            (normalise(b_acc, b_l) * v_factor).to(out.dtype.element_ty),
+            mask=m_row[:, None] & (o_dv < HEAD_DIM_V)[None, :],
+        )
+        if HAS_LSE:
+            tl.store(lse + o_token * lse_token_stride + o_head * lse_head_stride, natural_lse(b_m, b_l), mask=m_row)
+
+
+def prefill(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    out: torch.Tensor,
+    schedule,
+    *,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Attention of the prefilling requests of `schedule` (a `schedule.Schedule`); see `attention.attend` for shapes."""
+    shape, plan, batch = schedule.shape, schedule.prefill, schedule.batch
+    variant = plan.variant
+    no_lse = lse is None
+    lse = out if no_lse else lse
+    prefill_kernel[(plan.tiles.shape[0],)](
+        q,
+        k_pages,
+        v_pages,
+        out,
+        lse,
+        plan.tiles,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        q if sinks is None else sinks,
+        q if alibi_slopes is None else alibi_slopes,
+        q if k_scale is None else k_scale,
+        q if v_scale is None else v_scale,
+        scale,
+        soft_cap,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        lse.stride(1),
+        k_pages.stride(0),
+        k_pages.stride(1),
+        k_pages.stride(2),
+        v_pages.stride(0),
+        v_pages.stride(1),
+        v_pages.stride(2),
+        batch.block_table.stride(0),
+        batch.num_decodes,
+        GROUP=shape.group,
+        HEAD_DIM=shape.head_dim,
+        HEAD_DIM_V=shape.head_dim_v,
+        BLOCK_M=variant.block_m,
+        BLOCK_N=variant.block_n,
+        BLOCK_D=next_power_of_2(max(shape.head_dim, 16)),
+        BLOCK_DV=next_power_of_2(max(shape.head_dim_v, 16)),
+        PAGE_SIZE=shape.page_size,
+        WINDOW=shape.window,
+        CAUSAL=batch.causal,
+        HAS_CAP=soft_cap > 0.0,
+        HAS_ALIBI=alibi_slopes is not None,
+        HAS_SINK=sinks is not None,
+        HAS_LSE=not no_lse,
+        HAS_SCALES=k_scale is not None,
+        num_warps=variant.num_warps,
+        num_stages=variant.num_stages,
+    )

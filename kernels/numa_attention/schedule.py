@@ -1,0 +1,221 @@
+"""One schedule a step: computed once, shared by every layer of the same shape.
+
+::
+
+    step (query_start_loc, seq_lens, block_table)
+      |  requests [0, num_decodes): few query tokens each  ->  decode work list   (decode/work_list.py)
+      |  requests [num_decodes, R): the rest                ->  prefill tile list  (prefill/tile_list.py)
+
+A `Planner` belongs to one layer shape and owns every buffer that a schedule points to, with sizes that depend on the
+planner alone. Planning reads nothing back from the device, and a decode launch has a fixed grid, so that a captured
+graph can be replayed after any later `plan` of a decode-only step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from numa_attention.decode import work_list
+from numa_attention.jit import resolve
+from numa_attention.mapping import tiles as host_tiles
+from numa_attention.shapes import LayerShape
+from numa_attention.topology import Topology, detect
+from numa_attention.variants import Variant, choose_decode, choose_prefill, next_power_of_2
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The requests of one step; decoding requests come first.
+
+    query_start_loc, query_start_loc_cpu: int32 [R + 1], first query token of each request, on the device and the host.
+    seq_lens: int32 [R] on the device, cached tokens of each request, the step's own included.
+    block_table: int32 [R, pages] on the device; rows may lie further apart than they are long.
+    num_decodes: leading requests that decode, each with at most the planner's `max_decode_query` query tokens; a
+    request without query tokens is padding. num_decode_tokens: their query tokens.
+    """
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    num_decodes: int
+    num_decode_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    causal: bool = True
+
+    @property
+    def num_requests(self) -> int:
+        return self.seq_lens.shape[0]
+
+
+@dataclass(frozen=True)
+class DecodeSchedule:
+    """Work list and workspace of the decode launch; see `decode/work_list.py`.
+
+    arrivals int32 [capacity]: parts of each unit that have arrived; zero between launches.
+    partial_acc float32 [2 * workgroups, block_m, block_dv], partial_ml float32 [2 * workgroups, 2, block_m].
+    """
+
+    variant: Variant
+    ranges: torch.Tensor
+    items: torch.Tensor
+    arrivals: torch.Tensor
+    partial_acc: torch.Tensor
+    partial_ml: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PrefillSchedule:
+    """Tile list of the prefill launch, int32 [workgroups, 4]; see `prefill/tile_list.py`."""
+
+    variant: Variant
+    tiles: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every layer of one shape does in one step. kernels: "triton" or "torch"."""
+
+    batch: StepBatch
+    shape: LayerShape
+    kernels: str
+    decode: DecodeSchedule | None
+    prefill: PrefillSchedule | None
+
+
+MIN_TILES = 2  # a split of fewer KV tiles costs more to merge than it saves
+
+
+class Planner:
+    """Plans the steps of the layers of one shape on one device.
+
+    max_requests, max_tokens: the most requests and query tokens a step has. max_decode_query: the most query tokens a
+    request may have and still be a decode (1 + speculated tokens). kernels: "auto", "triton", "torch" or "interpret".
+    mapping: one of `mapping.MAPPINGS`, None for the variant's own. topology: another device than the detected one.
+
+    Raises UnsupportedShape, ValueError (kernels that cannot run on the device) or MissingTriton.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        device: torch.device | str,
+        *,
+        max_requests: int,
+        max_tokens: int,
+        max_decode_query: int = 1,
+        kernels: str = "auto",
+        mapping: str | None = None,
+        topology: Topology | None = None,
+    ):
+        shape.check()
+        self.shape = shape
+        self.device = torch.device(device)
+        self.kernels = resolve(kernels, self.device)
+        self.max_requests = max_requests
+        self.max_decode_query = max_decode_query
+        topology = topology or detect(self.device)
+        self.decode_variant = choose_decode(shape, topology, self.kernels, max_decode_query, mapping)
+        self.prefill_variant = choose_prefill(shape, topology, self.kernels, mapping)
+        self.row_blocks = -(-shape.group * max_decode_query // self.decode_variant.block_m)
+        self._decode = self._decode_buffers()
+        self._prefix = torch.empty(max_requests + 1, dtype=torch.int32, device=self.device)
+        tiles = shape.kv_heads * (max_tokens * shape.group // self.prefill_variant.block_m + max_requests)
+        self._tiles = torch.empty(tiles, 4, dtype=torch.int32, device=self.device)
+
+    def _decode_buffers(self) -> DecodeSchedule:
+        variant, shape = self.decode_variant, self.shape
+        workgroups, block_m = variant.workgroups, variant.block_m
+        block_dv = next_power_of_2(max(shape.head_dim_v, 16))
+        items = work_list.capacity(self.max_requests, shape.kv_heads, self.row_blocks, workgroups)
+
+        def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=self.device)
+
+        return DecodeSchedule(
+            variant,
+            ranges=empty(workgroups, 2, dtype=torch.int32),
+            items=empty(items, work_list.ITEM_FIELDS, dtype=torch.int32),
+            arrivals=torch.zeros(items, dtype=torch.int32, device=self.device),
+            partial_acc=empty(2 * workgroups, block_m, block_dv, dtype=torch.float32),
+            partial_ml=empty(2 * workgroups, 2, block_m, dtype=torch.float32),
+        )
+
+    def plan(self, batch: StepBatch) -> Schedule:
+        """The schedule of one step. It stays valid until the next `plan`, whose work list overwrites this one's."""
+        if batch.num_requests > self.max_requests:
+            raise ValueError(f"a step of {batch.num_requests} requests exceeds max_requests={self.max_requests}")
+        decode = self._plan_decode(batch) if batch.num_decodes else None
+        prefill = self._plan_prefill(batch) if batch.num_decodes < batch.num_requests else None
+        return Schedule(batch, self.shape, self.kernels, decode, prefill)
+
+    def _plan_decode(self, batch: StepBatch) -> DecodeSchedule:
+        number, plan, shape = batch.num_decodes, self._decode, self.shape
+        options = dict(
+            kv_heads=shape.kv_heads,
+            row_blocks=self.row_blocks,
+            block_n=self.decode_variant.block_n,
+            window=shape.window,
+            min_tiles=MIN_TILES,
+        )
+        if self.kernels == "triton":
+            from numa_attention.decode.work_list_device import build_on_device
+
+            build_on_device(
+                batch.seq_lens,
+                batch.query_start_loc,
+                plan.ranges,
+                plan.items,
+                num_requests=number,
+                max_requests=self.max_requests,
+                **options,
+            )
+        else:
+            query_lens = np.diff(batch.query_start_loc_cpu[: number + 1].numpy())
+            ranges, items = work_list.build_on_host(
+                batch.seq_lens[:number].cpu().numpy(), query_lens, workgroups=len(plan.ranges), **options
+            )
+            plan.ranges.copy_(torch.from_numpy(ranges))
+            plan.items[: len(items)] = torch.from_numpy(items)
+        return plan
+
+    def _plan_prefill(self, batch: StepBatch) -> PrefillSchedule | None:
+        variant, shape = self.prefill_variant, self.shape
+        query_lens = np.diff(batch.query_start_loc_cpu[batch.num_decodes :].numpy().astype(np.int64))
+        blocks = -(-query_lens * shape.group // variant.block_m)
+        workgroups = int(blocks.sum()) * shape.kv_heads
+        if workgroups == 0:
+            return None
+        if workgroups > len(self._tiles):
+            raise ValueError(f"a step of {int(query_lens.sum())} query tokens exceeds the planner's max_tokens")
+        tiles = self._tiles[:workgroups]
+        if self.kernels == "triton":
+            from numa_attention.prefill.tile_list import build_on_device
+
+            build_on_device(
+                batch.query_start_loc,
+                batch.num_decodes,
+                blocks,
+                self._prefix,
+                tiles,
+                variant,
+                kv_heads=shape.kv_heads,
+                group=shape.group,
+                longest_first=batch.causal,
+            )
+        else:
+            rows = host_tiles(
+                variant.mapping,
+                len(blocks),
+                shape.kv_heads,
+                shape.kv_heads,
+                blocks,
+                variant.domains,
+                longest_first=batch.causal,
+            )
+            tiles[:, :3] = torch.from_numpy(rows)
+        return PrefillSchedule(variant, tiles)

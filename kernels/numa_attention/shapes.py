@@ -1,0 +1,54 @@
+"""What a layer's attention looks like: the key of schedules and of kernel variants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+
+
+class UnsupportedShape(ValueError):
+    """No kernel takes this layer shape; the message says which part of it and what would work."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads, sizes and types of one attention layer.
+
+    dtype: of queries and output. kv_dtype: of the cache as kernels view it. page_size: tokens a page. window: tokens to
+    the left of a query position that it still sees, -1 for all (vLLM's sliding_window w is a window of w - 1).
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int
+    window: int = -1
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q_heads // self.kv_heads
+
+    def check(self) -> None:
+        """Raises UnsupportedShape where no kernel takes this shape."""
+        if self.q_heads < 1 or self.kv_heads < 1 or self.q_heads % self.kv_heads:
+            raise UnsupportedShape(
+                f"{self.q_heads} query heads cannot be grouped over {self.kv_heads} KV heads: "
+                "the number of query heads must be a multiple of the number of KV heads."
+            )
+        for name, size in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if size % 8 or not 8 <= size <= MAX_HEAD_DIM:
+                raise UnsupportedShape(f"{name} {size} is not supported: it must be a multiple of 8 up to {MAX_HEAD_DIM}.")
+        if self.page_size % 16 or self.page_size < 16:
+            raise UnsupportedShape(f"page size {self.page_size} is not supported: it must be a multiple of 16 tokens.")
+        if self.dtype not in QUERY_DTYPES:
+            raise UnsupportedShape(f"dtype {self.dtype} is not supported: use float32, float16 or bfloat16.")
+        if self.window < -1:
+            raise UnsupportedShape(f"window {self.window} is not supported: give -1 for none, or 0 and more tokens.")
