@@ -1,0 +1,30 @@
+"""Shared set-up: without a GPU the kernels are interpreted, and tests marked `gpu` are skipped."""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+
+if not HAS_GPU:
+    # before anything imports Triton, which reads this once
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a GPU; skipped where there is none")
+    config.addinivalue_line("markers", "slow: takes more than ten seconds")
+
+
+def pytest_collection_modifyitems(items):
+    if not HAS_GPU:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="there is no GPU"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where the kernels run: the GPU, or the CPU under the interpreter."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
