@@ -1,0 +1,114 @@
+"""What NUMA_SWIZZLE supports, as vLLM asks it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_numa_backend import NAME, settings
+from vllm_numa_backend.compat import PAGE_MULTIPLE, BackendBase
+
+MAX_HEAD_DIM = 256
+
+
+class NumaSwizzleBackend(BackendBase):
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        from vllm_numa_backend.impl import NumaSwizzleImpl
+
+        return NumaSwizzleImpl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        from vllm_numa_backend.metadata import NumaSwizzleMetadataBuilder
+
+        return NumaSwizzleMetadataBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and 0 < head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size is None or block_size % PAGE_MULTIPLE == 0
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Prefill is planned from the query lengths on the CPU, so they must be the true ones."""
+        return False
+
+    @classmethod
+    def validate_configuration(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Every reason why this model cannot run, in words; an empty list where it can.
+
+        vLLM's own list decides, so that what a later release asks about is refused until we say otherwise.
+        """
+        found = super().validate_configuration(head_size, dtype, kv_cache_dtype, block_size, *args, **kwargs)
+        dtypes = ", ".join(map(_short, cls.supported_dtypes))
+        kv_dtypes = ", ".join(cls.supported_kv_cache_dtypes)
+        words = {
+            "head_size not supported": f"head_size {head_size} is {_fault_of_head_size(head_size)}",
+            "dtype not supported": f"dtype {_short(dtype)} is not one of {dtypes}",
+            "kv_cache_dtype not supported": f"kv_cache_dtype {kv_cache_dtype} is not one of {kv_dtypes}",
+            "block_size not supported": f"block_size {block_size} is not a multiple of {PAGE_MULTIPLE}",
+            "MLA not supported": "multi-head latent attention (MLA) is not supported",
+            "sparse not supported": "sparse attention is not supported",
+            "partial multimodal token full attention not supported": (
+                "full attention inside images or other multimodal tokens (prefix LM) is not supported"
+            ),
+            "per-head quant scales not supported": "KV cache scales per head are not supported",
+            "R-SWA not supported": "reference sliding window attention (R-SWA) is not supported",
+            "PCP not supported": "prefill context parallelism is not supported",
+            "DCP not supported": "decode context parallelism is not supported",
+            "non-causal attention not supported": "non-causal attention is not supported",
+            "batch invariance not supported": "VLLM_BATCH_INVARIANT is not supported",
+        }
+        return [words.get(reason, reason) for reason in found] + _faults_of_settings()
+
+
+def _fault_of_head_size(head_size: int) -> str:
+    return f"above {MAX_HEAD_DIM}" if head_size > MAX_HEAD_DIM else "not a multiple of 8"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _faults_of_settings() -> list[str]:
+    from vllm.platforms import current_platform
+
+    try:
+        reason = settings.why_unusable(settings.current(), current_platform.device_type)
+    except settings.SettingsError as error:
+        reason = str(error)
+    return [] if reason is None else [reason.rstrip(".")]

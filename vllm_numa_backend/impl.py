@@ -1,0 +1,133 @@
+"""A layer's call: write the new keys and values into their pages, then attend over the pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from numa_attention.attention import attend
+from numa_attention.kv_cache import write_pages
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from vllm_numa_backend import NAME, settings
+from vllm_numa_backend.compat import split_kv_cache
+from vllm_numa_backend.metadata import NumaSwizzleMetadata
+
+_FP8_DTYPES = {
+    "fp8": current_platform.fp8_dtype,
+    "fp8_e4m3": current_platform.fp8_dtype,
+    "fp8_e5m2": lambda: torch.float8_e5m2,
+}
+# values by which vLLM says that a layer option is off
+_OFF = (None, False, -1)
+
+
+class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        """Raises NotImplementedError for a layer option that changes the result and is not supported."""
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(
+                f"{NAME} supports decoder self-attention only, this layer is {str(attn_type)!r}."
+            )
+        for name, value in options.items():
+            if not any(value is off or (isinstance(value, int) and value == off) for off in _OFF):
+                raise NotImplementedError(f"{NAME} does not support the layer option {name}={value!r}.")
+        if self.dcp_world_size > 1 or self.pcp_world_size > 1:
+            raise NotImplementedError(f"{NAME} does not support context parallelism; set its sizes to 1.")
+        if sinks is not None and sinks.shape[0] != num_heads:
+            raise ValueError(f"{NAME} needs one sink per query head, {num_heads}, and got {sinks.shape[0]}.")
+
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.soft_cap = float(logits_soft_cap or 0.0)
+        self.sinks = sinks
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        # vLLM counts the query's own position, the kernels count the positions to its left
+        self.window = -1 if sliding_window is None else sliding_window - 1
+        self.kv_cache_dtype = kv_cache_dtype
+        self.fp8_dtype = _FP8_DTYPES[kv_cache_dtype]() if kv_cache_dtype in _FP8_DTYPES else None
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.kernels = settings.current().kernels
+        # what tells this layer's schedule from those of the other layers in its KV cache group
+        self.schedule_key = (num_heads, self.window)
+
+    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # views are made at every call: kept ones would hold on to a cache that vLLM has dropped
+        k_pages, v_pages = split_kv_cache(kv_cache, self.head_size)
+        if self.fp8_dtype is None:
+            return k_pages, v_pages
+        return k_pages.view(self.fp8_dtype), v_pages.view(self.fp8_dtype)
+
+    def _scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return (None, None) if self.fp8_dtype is None else (layer._k_scale, layer._v_scale)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write key, value [tokens, KV heads, head_dim] at `slot_mapping` int64 [n]; slot -1 is skipped."""
+        if self.kv_sharing_target_layer_name is not None:
+            return
+        k_pages, v_pages = self._pages(kv_cache)
+        write_pages(key, value, k_pages, v_pages, slot_mapping, *self._scales(layer), kernels=self.kernels)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: NumaSwizzleMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of query [tokens, heads, head_dim] over the pages into output [tokens, heads, head_dim_v].
+
+        `key` and `value` are in the pages already. Rows past the step's tokens are left as they are.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(f"{NAME} does not support quantised output.")
+        if attn_metadata is None:
+            # vLLM measures memory with no step to run
+            return output.fill_(0)
+        # outside graphs this runs for every layer of every step: as few torch calls as can be
+        tokens = attn_metadata.num_actual_tokens
+        k_pages, v_pages = self._pages(kv_cache)
+        k_scale, v_scale = self._scales(layer)
+        attend(
+            query[:tokens],
+            k_pages,
+            v_pages,
+            output[:tokens],
+            attn_metadata.schedules[self.schedule_key],
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        return output

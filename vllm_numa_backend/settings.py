@@ -1,0 +1,98 @@
+"""The NUMA_SWIZZLE_* environment variables: one table, read once, checked before anything runs."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREFIX = "NUMA_SWIZZLE_"
+
+
+class SettingsError(ValueError):
+    """A NUMA_SWIZZLE_* variable is unknown, has an unknown value, or cannot work on this machine."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table. The first allowed value is the default."""
+
+    variable: str
+    allowed: tuple[str, ...]
+    meaning: str
+
+    @property
+    def default(self) -> str:
+        return self.allowed[0]
+
+
+TABLE = (
+    Setting(
+        "NUMA_SWIZZLE_KERNELS",
+        ("auto", "triton", "torch", "interpret"),
+        "which kernels run: auto (Triton on a GPU, torch on a CPU), triton, torch, "
+        "or interpret (the Triton kernels under Triton's interpreter, slow, for debugging)",
+    ),
+    Setting(
+        "NUMA_SWIZZLE_MAPPING",
+        ("auto", "block-first", "swizzled-block-first", "head-first", "swizzled-head-first"),
+        "how workgroups are placed on NUMA domains: auto (from the GQA shape and the device) or one mapping",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values in force. `mapping` is None for auto, as the planner takes it."""
+
+    kernels: str = "auto"
+    mapping: str | None = None
+
+
+def read(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read and check the settings in `environ` (default: os.environ). Raises SettingsError."""
+    environ = os.environ if environ is None else environ
+    known = {row.variable for row in TABLE}
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in known:
+            raise SettingsError(f"{name} is not a setting; the settings are {', '.join(sorted(known))}.")
+    values = {row.variable: _value(row, environ) for row in TABLE}
+    mapping = values["NUMA_SWIZZLE_MAPPING"]
+    return Settings(
+        kernels=values["NUMA_SWIZZLE_KERNELS"],
+        mapping=None if mapping == "auto" else mapping,
+    )
+
+
+def _value(row: Setting, environ: Mapping[str, str]) -> str:
+    value = environ.get(row.variable, "").strip().lower() or row.default
+    if value not in row.allowed:
+        allowed = f"{', '.join(row.allowed[:-1])} or {row.allowed[-1]}"
+        raise SettingsError(f"{row.variable}={environ[row.variable]} is unknown; it can be {allowed}.")
+    return value
+
+
+@functools.cache
+def current() -> Settings:
+    """This process's settings, read at the first call. Raises SettingsError."""
+    return read()
+
+
+def why_unusable(settings: Settings, device_type: str) -> str | None:
+    """Why the chosen kernels cannot run on a torch device type ("cpu", "cuda"), in one sentence, or None."""
+    wants_triton = settings.kernels in ("triton", "interpret") or (
+        settings.kernels == "auto" and device_type != "cpu"
+    )
+    if settings.kernels == "triton" and device_type == "cpu":
+        return (
+            "NUMA_SWIZZLE_KERNELS=triton needs a GPU and vLLM runs on the CPU here; "
+            "unset it, or set it to torch or interpret."
+        )
+    if wants_triton and importlib.util.find_spec("triton") is None:
+        return (
+            f"NUMA_SWIZZLE_KERNELS={settings.kernels} needs the Triton package, which is not installed; "
+            'run `pip install "triton>=3.6"`, or set NUMA_SWIZZLE_KERNELS=torch.'
+        )
+    return None
