@@ -1,0 +1,57 @@
+"""The numa-swizzle command: what is installed, a demonstration, and test models."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from .commands import UserError
+from .commands.checkpoint import checkpoint
+from .commands.demo import demo
+from .commands.doctor import doctor
+
+app = typer.Typer(
+    name="numa-swizzle",
+    help="Attention for vLLM that knows the NUMA domains of the device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+for command in (doctor, demo, checkpoint):
+    app.command()(command)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        from numa_attention import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; what the user can put right ends in one sentence and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""numa-swizzle demo: serve a model through the backend, ask it something, show what ran."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from . import UserError, installed
+from .server import Server, ServerFailed, free_port
+
+BACKEND = "NUMA_SWIZZLE"
+QUESTION = "What is gravity? Answer in two sentences."
+LOG_LINES_ON_FAILURE = 30
+PHASES = ("prefill", "decode")
+SERVED_NAME = "demo"
+
+
+def demo(
+    model: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")] = Path("models/smollm2-135m"),
+    question: Annotated[str, typer.Option(help="What to ask.")] = QUESTION,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 96,
+    backend: Annotated[str, typer.Option(help="The attention backend, to compare with another.")] = BACKEND,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the server.")] = 600.0,
+) -> None:
+    """Serve a model with vllm serve through NUMA_SWIZZLE, ask it something, and show what ran.
+
+    The server is stopped in every case.
+    """
+    console = Console(highlight=False)
+    check_model(model)
+    server = server_for(model, backend, free_port())
+    # a plain kill or a closed terminal must stop the server as well: make them an exception like Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    with server:
+        try:
+            start_s = wait(console, server, timeout)
+            console.print(f"[green]ready[/] after {start_s:.0f} s")
+            console.print(f"\n[bold]> {escape(question)}[/]")
+            reply = print_reply(console, server, question, max_tokens)
+        except (ServerFailed, urllib.error.URLError, ConnectionError) as error:
+            fail(server, str(error))
+        except KeyboardInterrupt:
+            console.print("\nstopping the server")
+            raise typer.Exit(130) from None
+    report(console, server, backend, reply)
+
+
+def check_model(model: Path) -> None:
+    if not (model / "config.json").exists():
+        raise UserError(
+            f"{model} is no model folder (it has no config.json); make one with: numa-swizzle checkpoint {model}"
+        )
+
+
+def server_for(model: Path, backend: str, port: int) -> Server:
+    vllm = installed.command("vllm")
+    if vllm is None or installed.vllm_distribution() is None:
+        raise UserError("vLLM is not installed in this environment; README.md shows how to install it.")
+    command = [vllm, "serve", str(model), "--served-model-name", SERVED_NAME, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "4"]
+    # on two CPU cores compiling takes longer than everything else here together
+    command += ["--enforce-eager"] if installed.vllm_is_cpu_build() else ["--gpu-memory-utilization", "0.5"]
+    environment = {
+        "VLLM_ATTENTION_BACKEND": backend,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "NO_COLOR": "1",
+    }
+    if backend != BACKEND:
+        # only our plugin reads the variable; vLLM itself takes an option
+        del environment["VLLM_ATTENTION_BACKEND"]
+        command += ["--attention-backend", backend]
+    return Server(command, environment, port)
+
+
+def wait(console: Console, server: Server, timeout: float) -> float:
+    console.print(f"starting vllm serve (log: {server.log_path})", soft_wrap=True)
+    with console.status("starting") as status:
+
+        def show(elapsed: float) -> None:
+            lines = server.log_lines()
+            last = shorten(lines[-1], console.width - 20) if lines else ""
+            status.update(f"{elapsed:4.0f} s  [dim]{escape(last)}[/]")
+
+        return server.wait_until_ready(timeout, show)
+
+
+def shorten(line: str, width: int) -> str:
+    """A log line without vLLM's process, level and time stamps, cut to the width."""
+    line = re.sub(r"^(\([^)]*\)\s*)?(INFO|WARNING|ERROR|DEBUG) \S+ \S+ ", "", line.strip())
+    return line[: max(width, 20)]
+
+
+@dataclass
+class Reply:
+    tokens: int
+    first_token_s: float
+    total_s: float
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second after the first one."""
+        return (self.tokens - 1) / max(self.total_s - self.first_token_s, 1e-9)
+
+
+def print_reply(console: Console, server: Server, question: str, max_tokens: int) -> Reply:
+    """Ask the question and print the answer as it comes."""
+    started = time.monotonic()
+    first_token_s = 0.0
+    tokens = 0
+    for event in chat(server.url, question, max_tokens):
+        for choice in event["choices"]:
+            if text := choice["delta"].get("content"):
+                first_token_s = first_token_s or time.monotonic() - started
+                console.print(text, end="", markup=False, soft_wrap=True)
+        if usage := event.get("usage"):
+            tokens = usage["completion_tokens"]
+    console.print("\n")
+    if not tokens:
+        raise ServerFailed("the server's answer was empty")
+    return Reply(tokens, first_token_s, time.monotonic() - started)
+
+
+def chat(url: str, question: str, max_tokens: int) -> Iterator[dict]:
+    """The events of one streamed chat completion."""
+    body = {
+        "model": SERVED_NAME,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        for line in answer:
+            data = line.decode().removeprefix("data: ").strip()
+            if data and data != "[DONE]":
+                yield json.loads(data)
+
+
+def what_ran(log: str) -> dict[str, str]:
+    """{"prefill": ..., "decode": ...}: the kernel variants the plugin says it launched."""
+    return dict(re.findall(rf"{BACKEND} ({'|'.join(PHASES)}): (.+)", log))
+
+
+def report(console: Console, server: Server, backend: str, reply: Reply) -> None:
+    """Print the figures, and insist that our kernels ran if they were asked for."""
+    ran = what_ran(server.log())
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("backend", backend)
+    for phase in PHASES:
+        if phase in ran:
+            table.add_row(phase, escape(ran[phase]))
+    table.add_row("tokens", f"{reply.tokens}, first after {reply.first_token_s:.2f} s")
+    table.add_row("decode", f"{reply.decode_rate:.1f} tokens/s")
+    console.print(table)
+    missing = [phase for phase in PHASES if phase not in ran]
+    if backend == BACKEND and missing:
+        fail(server, f"the server answered, but its log shows no {BACKEND} {' and no '.join(missing)}")
+    server.log_path.unlink()
+
+
+def fail(server: Server, message: str) -> None:
+    """Show the end of the server's log and end with a sentence."""
+    tail = server.log_lines()[-LOG_LINES_ON_FAILURE:]
+    errors = Console(stderr=True, highlight=False)
+    errors.print("\n".join(tail), markup=False, style="dim", soft_wrap=True)
+    raise UserError(f"{message}; the end of its log is above, all of it is {server.log_path}")
