@@ -1,0 +1,136 @@
+"""What the tests share: random paged caches with poisoned holes, errors, and pass marks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+LAYOUTS = ("pages-2", "2-pages", "kv-last", "interleaved")
+# ||out - ref|| / ||ref|| that a kernel may have
+PASS_MARK = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+DTYPES = tuple(PASS_MARK)
+
+
+@dataclass
+class PagedCase:
+    """Inputs of one attention step; see `numa_attention.reference.attention` for the meaning of each."""
+
+    q: torch.Tensor  # [tokens, q_heads, head_dim]
+    k_pages: torch.Tensor  # [pages, page_size, kv_heads, head_dim], a view of the layout asked for
+    v_pages: torch.Tensor  # [pages, page_size, kv_heads, head_dim_v]
+    query_start_loc: torch.Tensor  # int32 [requests + 1]
+    seq_lens: torch.Tensor  # int32 [requests]
+    block_table: torch.Tensor  # int32 [requests, most pages of a request]
+
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """The positional arguments of `reference.attention`."""
+        return self.q, self.k_pages, self.v_pages, self.query_start_loc, self.seq_lens, self.block_table
+
+    def poisoned_output(self) -> torch.Tensor:
+        """An output full of NaN, [tokens, q_heads, head_dim_v]."""
+        return self.q.new_full((*self.q.shape[:2], self.v_pages.shape[-1]), math.nan)
+
+
+def make_paged_case(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    layout: str = "pages-2",
+    unused_pages: int = 3,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> PagedCase:
+    """A random step over a paged cache.
+
+    Pages of a request are scattered over the cache. Whatever no request owns is NaN: unused pages, the tail
+    of each last page, page 0, and the gaps of the layout. Entries of the block table past a request's pages
+    point to page 0.
+    """
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
+    random = torch.Generator().manual_seed(seed)
+    owned = [math.ceil(length / page_size) for length in seq_lens]
+    pages = 1 + sum(owned) + unused_pages
+    block_table = torch.zeros(len(owned), max([*owned, 1]), dtype=torch.int32)
+    scattered = iter((1 + torch.randperm(pages - 1, generator=random)).tolist())
+    for request, count in enumerate(owned):
+        for column in range(count):
+            block_table[request, column] = next(scattered)
+
+    k_pages, v_pages = empty_pages(pages, page_size, kv_heads, head_dim, head_dim_v, kv_dtype, layout, device)
+    for request, length in enumerate(seq_lens):
+        token = torch.arange(length)
+        page, offset = block_table[request].long()[token // page_size], token % page_size
+        for cache in (k_pages, v_pages):
+            cache[page, offset] = torch.randn(length, *cache.shape[2:], generator=random).to(device, kv_dtype)
+
+    starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+    return PagedCase(
+        q=torch.randn(int(starts[-1]), q_heads, head_dim, generator=random).to(device, dtype),
+        k_pages=k_pages,
+        v_pages=v_pages,
+        query_start_loc=starts.to(device),
+        seq_lens=torch.tensor(list(seq_lens), dtype=torch.int32, device=device),
+        block_table=block_table.to(device),
+    )
+
+
+def empty_pages(
+    pages: int,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    layout: str,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V views [page, token, kv_head, dim] of one allocation full of NaN.
+
+    "pages-2" is (pages, 2, tokens, heads, dim) and "2-pages" is (2, pages, tokens, heads, dim). "kv-last"
+    is [pages, heads, tokens, head_dim + head_dim_v], keys beside values. "interleaved" is "pages-2" of a
+    hybrid model, where each page lies inside a larger block that other layers fill.
+    """
+    dim = max(head_dim, head_dim_v)
+    if layout == "kv-last":
+        both = _nan((pages, kv_heads, page_size, head_dim + head_dim_v), dtype, device).transpose(1, 2)
+        return both[..., :head_dim], both[..., head_dim:]
+    if layout == "2-pages":
+        keys, values = _nan((2, pages, page_size, kv_heads, dim), dtype, device)
+    elif layout == "pages-2":
+        keys, values = _nan((pages, 2, page_size, kv_heads, dim), dtype, device).unbind(1)
+    elif layout == "interleaved":
+        page_elements = 2 * page_size * kv_heads * dim
+        blocks = _nan((pages, 3 * page_elements), dtype, device)[:, page_elements : 2 * page_elements]
+        keys, values = blocks.unflatten(1, (2, page_size, kv_heads, dim)).unbind(1)
+    else:
+        raise ValueError(f"layout {layout!r} is unknown: choose one of {LAYOUTS}")
+    return keys[..., :head_dim], values[..., :head_dim_v]
+
+
+def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    return torch.full(tuple(shape), math.nan, dtype=torch.float32).to(device, dtype)
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """||out - expected|| / ||expected|| in float64; NaN or an infinity anywhere in `out` gives infinity."""
+    difference = out.detach().cpu().double() - expected.detach().cpu().double()
+    error = difference.norm() / expected.detach().cpu().double().norm().clamp(min=1e-30)
+    return float(error) if error.isfinite() else math.inf
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """`out` is within the pass mark of `dtype`, its own type if None."""
+    dtype = out.dtype if dtype is None else dtype
+    error = relative_error(out, expected)
+    assert error <= PASS_MARK[dtype], f"relative error {error:.2e} exceeds {PASS_MARK[dtype]:.0e} for {dtype}"
