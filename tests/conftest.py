@@ -2,6 +2,7 @@
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
@@ -10,6 +11,10 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # before anything imports Triton, which reads this once
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# a first call imports and compiles, so that times say nothing; the same examples in every run
+hypothesis.settings.register_profile("here", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("here")
 
 
 def pytest_configure(config):

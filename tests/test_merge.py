@@ -1,0 +1,106 @@
+"""Merging partial results: any way to cut the keys gives the result over all of them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from numa_attention.merge import merge_states
+
+HEAD_DIM = 3
+
+
+def _attend(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row's output [D] and LSE over keys with these scores [K] and values [K, D]."""
+    if not len(scores):
+        # an empty part's output must not matter
+        return torch.full((HEAD_DIM,), math.nan).double(), torch.tensor(-math.inf).double()
+    return torch.softmax(scores, 0) @ values, torch.logsumexp(scores, 0)
+
+
+def _merge(parts):
+    outs, lses = zip(*parts, strict=True)
+    return merge_states(torch.stack(outs), torch.stack(lses))
+
+
+def _assert_same(one, other):
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@st.composite
+def cut_keys(draw):
+    """Scores, values, and the same keys dealt to one to six parts, some of them empty."""
+    magnitude = draw(st.sampled_from([1.0, 30.0, 1e3, 1e5]))
+    score = st.floats(-1, 1).map(lambda x: x * magnitude)
+    scores = draw(st.lists(score, min_size=1, max_size=20))
+    parts = draw(st.integers(1, 6))
+    owner = draw(st.lists(st.integers(0, parts - 1), min_size=len(scores), max_size=len(scores)))
+    values = torch.randn(len(scores), HEAD_DIM, generator=torch.Generator().manual_seed(len(scores))).double()
+    scores, owner = torch.tensor(scores).double(), torch.tensor(owner)
+    return scores, values, [_attend(scores[owner == part], values[owner == part]) for part in range(parts)]
+
+
+@given(cut_keys())
+def test_any_cut_gives_the_uncut_result(case):
+    scores, values, parts = case
+    _assert_same(_merge(parts), _attend(scores, values))
+
+
+@given(cut_keys(), st.randoms(use_true_random=False))
+def test_order_does_not_matter(case, random):
+    _, _, parts = case
+    shuffled = random.sample(parts, len(parts))
+    _assert_same(_merge(shuffled), _merge(parts))
+
+
+@given(cut_keys(), st.data())
+def test_merging_is_associative(case, data):
+    _, _, parts = case
+    cut = data.draw(st.integers(1, len(parts)))
+    inner = _merge(parts[:cut])
+    _assert_same(_merge([inner, *parts[cut:]]), _merge(parts))
+
+
+EXTREME_LSE = st.sampled_from([-math.inf, -3e38, -1e30, -1e4, -88.0, 0.0, 1e-30, 88.8, 1e4, 1e30, 3e38])
+
+
+@given(st.lists(EXTREME_LSE, min_size=1, max_size=5), st.sampled_from([1.0, 3e38, -3e38]))
+def test_extremes_stay_finite(lses, value):
+    out, lse = merge_states(
+        torch.full((len(lses), 2, HEAD_DIM), value), torch.tensor(lses)[:, None].expand(-1, 2)
+    )
+    assert out.isfinite().all()
+    assert not lse.isnan().any() and (lse < math.inf).all()
+    assert ((lse == -math.inf) == (max(lses) == -math.inf)).all()
+    if max(lses) > -math.inf:
+        # a weighted mean of equal outputs, and a sum no smaller than its largest part
+        torch.testing.assert_close(out, torch.full_like(out, value))
+        assert (lse >= torch.tensor(max(lses))).all()
+
+
+def test_all_parts_empty():
+    out, lse = merge_states(torch.full((4, 2, HEAD_DIM), math.nan), torch.full((4, 2), -math.inf))
+    assert torch.equal(out, torch.zeros(2, HEAD_DIM))
+    assert torch.equal(lse, torch.full((2,), -math.inf))
+
+
+def test_rows_are_independent():
+    # row 0 has keys in part 0 alone, row 1 in both: weights 1 and 1 : 3
+    lses = torch.tensor([[5.0, 0.0], [-math.inf, math.log(3)]])
+    outs = torch.tensor([[[1.0], [4.0]], [[math.nan], [8.0]]])
+    out, lse = merge_states(outs, lses)
+    torch.testing.assert_close(out, torch.tensor([[1.0], [7.0]]))
+    torch.testing.assert_close(lse, torch.tensor([5.0, math.log(4)]))
+
+
+@pytest.mark.parametrize(
+    ("given_dtype", "returned"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+def test_no_precision_is_lost_to_the_type_of_the_parts(given_dtype, returned):
+    out, lse = merge_states(torch.ones(2, 1, HEAD_DIM, dtype=given_dtype), torch.zeros(2, 1))
+    assert out.dtype == lse.dtype == returned
+    torch.testing.assert_close(lse, torch.full((1,), math.log(2), dtype=returned))
