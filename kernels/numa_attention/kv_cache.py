@@ -1,0 +1,139 @@
+"""Writing a step's keys and values into the pages of the KV cache, quantised where the cache is float8."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from numa_attention.jit import interpreting, resolve
+
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+
+
+def write_pages(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    kernels: str = "auto",
+) -> None:
+    """Write key and value of token i to slot_mapping[i], for every slot that is not negative.
+
+    key [tokens, kv_heads, head_dim], value [tokens, kv_heads, head_dim_v]: at least as many tokens as
+    slots, any strides but a contiguous last dimension. k_pages, v_pages [page, token, kv_head, head_dim or
+    head_dim_v]: views of the cache, likewise. slot_mapping int64 [n]: page * page_size + token in page, no
+    slot twice; -1 is a padding token. k_scale, v_scale float32 [1], on the same device, both or neither,
+    for float8 pages alone: what is stored is the number divided by its scale, clamped to the range of the
+    type and rounded to nearest even. kernels: "auto", "triton", "torch" or "interpret"; see `jit.resolve`.
+
+    Does not synchronise with the GPU, and launches one kernel. Raises ValueError where the tensors do not
+    fit.
+    """
+    _check(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+    # the short way round `resolve`, since this runs once per layer and step
+    if (key.is_cuda and kernels in ("auto", "triton")) or resolve(kernels, key.device) == "triton":
+        _write_with_triton(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+        return
+    count = slot_mapping.shape[0]
+    kept = slot_mapping >= 0
+    slots, key, value = slot_mapping[kept], key[:count][kept], value[:count][kept]
+    place = slots // k_pages.shape[1], slots % k_pages.shape[1]
+    _put(k_pages, place, _stored(key, k_pages.dtype, k_scale))
+    _put(v_pages, place, _stored(value, v_pages.dtype, v_scale))
+
+
+def _check(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None:
+    tokens, heads, head_dim = key.shape
+    page_size = k_pages.shape[1]
+    if (
+        value.shape[:2] != (tokens, heads)
+        or k_pages.shape[2:] != (heads, head_dim)
+        or tokens < slot_mapping.shape[0]
+    ):
+        raise ValueError(
+            f"keys {tuple(key.shape)}, values {tuple(value.shape)} and {slot_mapping.shape[0]} slots do not fit "
+            f"pages of keys {tuple(k_pages.shape)}."
+        )
+    if v_pages.shape[1:] != (page_size, heads, value.shape[2]) or v_pages.dtype != k_pages.dtype:
+        raise ValueError(
+            f"pages of values {tuple(v_pages.shape)} {v_pages.dtype} do not fit values {tuple(value.shape)} and "
+            f"pages of keys {tuple(k_pages.shape)} {k_pages.dtype}."
+        )
+    if not key.stride(2) == value.stride(2) == k_pages.stride(3) == v_pages.stride(3) == 1:
+        raise ValueError("the last dimension of keys, values and pages must be contiguous.")
+    if (k_scale is None) != (v_scale is None) or (k_scale is not None and k_pages.dtype not in FLOAT8):
+        raise ValueError(
+            f"give both k_scale and v_scale for float8 pages, or neither; the pages are {k_pages.dtype}."
+        )
+
+
+def _stored(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    if dtype not in FLOAT8:
+        return x.to(dtype)
+    x = x.float() if scale is None else x.float() / scale
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def _put(pages: torch.Tensor, place: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> None:
+    if x.dtype in FLOAT8:
+        # torch moves float8 numbers by index on no device, but bytes on all
+        pages, x = pages.view(torch.uint8), x.view(torch.uint8)
+    pages[place] = x
+
+
+@cache
+def _constants(
+    heads: int, head_dim: int, head_dim_v: int, page_size: int, dtype: torch.dtype, scaled: bool
+) -> dict:
+    """The kernel's compile-time arguments."""
+    return dict(
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        PAGE_SIZE=page_size,
+        LARGEST=torch.finfo(dtype).max if dtype in FLOAT8 else 0.0,
+        SCALED=scaled,
+        # a workgroup a token fills a GPU soonest; the interpreter wants few and large ones
+        BLOCK_T=32 if interpreting() else 1,
+        BLOCK_H=_power_of_two(heads),
+        BLOCK_D=_power_of_two(head_dim),
+        BLOCK_DV=_power_of_two(head_dim_v),
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest one that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _write_with_triton(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None:
+    # imported here so that this file works where Triton is not installed
+    from numa_attention.kv_cache_device import write_pages_kernel
+
+    count = slot_mapping.shape[0]
+    if count == 0:
+        return
+    constants = _constants(
+        key.shape[1], key.shape[2], value.shape[2], k_pages.shape[1], k_pages.dtype, k_scale is not None
+    )
+    write_pages_kernel[(-(-count // constants["BLOCK_T"]),)](
+        key,
+        value,
+        k_pages,
+        v_pages,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        count,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *k_pages.stride()[:3],
+        *v_pages.stride()[:3],
+        **constants,
+    )
