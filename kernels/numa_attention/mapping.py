@@ -1,14 +1,15 @@
 """Workgroup id -> (request, query head, query block): the four mappings that docs/mapping.md defines.
 
-The unit that is placed is the ACC (attention compute cluster): the workgroups of one (request, KV head), which all
-read the same keys and values. Tiles have a natural order, the *flat* index: request, then query head, then query
-block. ACCs are contiguous in it. Hardware deals workgroups to NUMA domains in turn (`domain_of`), so a mapping
-decides by the choice of the tile which domain reads which keys and values.
+The unit that is placed is the ACC (attention compute cluster): the workgroups of one (request, KV head), which
+all read the same keys and values. Tiles have a natural order, the *flat* index: request, then query head, then
+query block. ACCs are contiguous in it. Hardware deals workgroups to NUMA domains in turn (`domain_of`), so a
+mapping decides, by the tile it gives a workgroup, which domain reads which keys and values.
 
-The first half of this file is the definition. It is arithmetic on non-negative integers and nothing else, so numpy
-arrays and Triton tensors both go through it: `tiles` runs it on the host, mapping_device.py compiles the same source
-for the device. Hence the rules for `DEFINITION`: operators only, one return at the end, `if` only on `mapping`,
-`uniform` and `longest_first` (compile-time constants on the device), and calls only to one another.
+The first half of this file is the definition. It is integer arithmetic and nothing else, so numpy arrays and
+Triton tensors both go through it: `tiles` runs it on the host, mapping_device.py compiles the same source for
+the device. Hence the rules for `DEFINITION`: operators only; one return, at the end; `if` only on `mapping`,
+`uniform` and `longest_first`, which the device knows at compile time; calls only to one another; and a negative
+operand of // or %, on which numpy and Triton disagree, only in what `pick` then discards.
 """
 
 from collections.abc import Sequence
@@ -30,14 +31,14 @@ def pick(condition, yes, no):
 def piece_start(domain, length, domains):
     """Where the piece of `domain` starts when `length` items are cut into one contiguous piece per domain.
 
-    The first `length % domains` pieces are one longer, which is exactly what dealing in turn gives each domain.
+    The first `length % domains` pieces are one longer: as many items as dealing in turn gives each domain.
     """
     longer = length % domains
     return domain * (length // domains) + pick(domain > longer, longer, domain)
 
 
 def dealt(workgroup, accs, acc_size, domains):
-    """Flat index for equal ACCs: whole ACCs dealt to the domains in turn, the left-over ones cut into equal pieces."""
+    """Flat index for equal ACCs: whole ACCs go to the domains in turn, the left-over ones are cut into pieces."""
     domain = workgroup % domains
     position = workgroup // domains
     rounds = accs // domains
@@ -48,9 +49,9 @@ def dealt(workgroup, accs, acc_size, domains):
 
 
 def flat_index(workgroup, mapping, uniform, accs, total, domains):
-    """Flat index of a tile in the same request as the workgroup's tile; the tile itself unless the order is block-first.
+    """Flat index that tells the workgroup's request; of the workgroup's tile itself if the order is head-first.
 
-    `total` counts the workgroups of the grid. `uniform`: all requests have the same number of blocks.
+    `total`: workgroups of the grid. `uniform`: all requests have the same number of blocks.
     """
     flat = workgroup
     if mapping == "swizzled-head-first" or mapping == "swizzled-block-first":
@@ -123,7 +124,9 @@ def head_and_block(
         group = q_heads // kv_heads
         acc_size = group * blocks
         if uniform:
-            first, step, count, position, inside = dealt_run(workgroup, request, acc_size, accs, kv_heads, domains)
+            first, step, count, position, inside = dealt_run(
+                workgroup, request, acc_size, accs, kv_heads, domains
+            )
         else:
             first, step, count, position, inside = cut_run(
                 workgroup, offset, request_start, acc_size, total, kv_heads, domains
@@ -171,7 +174,9 @@ def blocks_per_request(batch: int, blocks: int | Sequence[int] | np.ndarray) -> 
     if counts.ndim == 0:
         counts = np.full(batch, counts)
     if counts.shape != (batch,):
-        raise ValueError(f"blocks has shape {list(counts.shape)}: give one number, or one per request ({batch}).")
+        raise ValueError(
+            f"blocks has shape {list(counts.shape)}: give one number, or one per request ({batch})."
+        )
     if (counts < 0).any():
         raise ValueError(f"blocks holds {counts.min()}: a number of blocks must not be negative.")
     return counts.astype(np.int64)
@@ -194,12 +199,12 @@ def tiles(
     q_heads: tiles along the heads. Kernels that pack a GQA group into one tile pass kv_heads twice.
     blocks: query blocks of every request, or one number per request; a request may have none.
     domains: NUMA domains among which the hardware deals workgroups in turn; naive mappings ignore it.
-    longest_first: blocks descend instead of ascend, so that under a causal mask the most work starts first.
-    uniform: deal whole ACCs (True) or cut the flat order (False), as a device that was told so does. None: deal when
-        all requests have the same number of blocks.
+    longest_first: blocks descend instead of ascend: under a causal mask the most work starts first.
+    uniform: deal whole ACCs (True) or cut the flat order (False), as on a device that is told so. None: deal
+        where all requests have the same number of blocks.
 
-    Raises ValueError on an unknown mapping, on counts that are not positive, on query heads that are no multiple of
-    the KV heads, on a wrong number of blocks, and on `uniform=True` with unequal requests.
+    Raises ValueError on an unknown mapping, on counts that are not positive, on query heads that are no multiple
+    of the KV heads, on a wrong number of blocks, and on `uniform=True` with unequal requests.
     """
     check_mapping(mapping)
     check_grid(batch, q_heads, kv_heads, domains)
@@ -208,7 +213,9 @@ def tiles(
     if uniform is None:
         uniform = equal
     elif uniform and not equal:
-        raise ValueError("uniform=True needs the same number of blocks in every request: leave it out or pass False.")
+        raise ValueError(
+            "uniform=True needs the same number of blocks in every request: leave it out or pass False."
+        )
     total = q_heads * int(counts.sum())
     if total == 0:
         return np.empty((0, 3), np.int64)
@@ -241,10 +248,14 @@ def tiles(
 def streams_per_domain(rows: np.ndarray, q_heads: int, kv_heads: int, domains: int, resident: int) -> float:
     """Mean number of K/V streams that one domain reads at a time.
 
-    rows: `tiles(...)`, for the same q_heads and kv_heads. resident: workgroups that one domain runs at a time
-    (compute units per domain x workgroups per unit). Each domain runs its workgroups in waves of `resident`; the
-    streams of a wave are its distinct ACCs; waves weigh by their workgroups, so a short last wave counts little.
-    One stream means that every workgroup of a domain reads the same keys and values; 0.0 means an empty grid.
+    rows: `tiles(...)`, for the same q_heads and kv_heads.
+    resident: workgroups that one domain runs at a time, its compute units x workgroups per unit.
+
+    Each domain runs its workgroups in waves of `resident`. The streams of a wave are its distinct ACCs; waves
+    weigh by their workgroups, so that a short last wave counts little. 1.0: all workgroups that a domain runs
+    at a time read the same keys and values. 0.0: the grid is empty.
+
+    Raises ValueError on counts that are not positive or heads that do not divide.
     """
     check_grid(1, q_heads, kv_heads, domains)
     if index(resident) < 1:
@@ -254,6 +265,6 @@ def streams_per_domain(rows: np.ndarray, q_heads: int, kv_heads: int, domains: i
     workgroup = np.arange(len(rows))
     wave = (workgroup // domains // resident) * domains + domain_of(workgroup, domains)
     acc = rows[:, 0] * kv_heads + rows[:, 1] // (q_heads // kv_heads)
-    streams = np.unique(wave * (acc.max() + 1) + acc) // (acc.max() + 1)
-    size = np.bincount(wave)
-    return float((np.bincount(streams, minlength=len(size)) * size).sum() / len(rows))
+    accs = acc.max() + 1
+    streams = np.bincount(np.unique(wave * accs + acc) // accs)
+    return float((streams * np.bincount(wave)).sum() / len(rows))

@@ -42,12 +42,11 @@ def tile_of(
     `workgroup`: a scalar or a block of any shape; the results have its shape. From workgroup
     batch * q_heads * blocks on the grid is padding: request -1, head and block 0.
     """
-    total = batch * q_heads * blocks
-    exists = workgroup < total
+    exists = workgroup < batch * q_heads * blocks
     workgroup = tl.where(exists, workgroup, 0)
-    blocks = tl.maximum(blocks, 1)  # an empty grid divides by it
+    blocks = tl.maximum(blocks, 1)  # an empty grid would divide by it
+    total = batch * q_heads * blocks
     accs = batch * kv_heads
-    total = accs * (q_heads // kv_heads) * blocks
 
     flat = flat_index(workgroup, MAPPING, True, accs, total, domains)
     request = flat // (q_heads * blocks)
@@ -85,8 +84,8 @@ def tile_of_ragged(
     """(request, query head, query block) of a workgroup when the requests' numbers of query blocks differ.
 
     `workgroup`: a scalar or a block of one dimension; the results have its shape. `prefix`: pointer to int32
-    [batch + 1], the query blocks before each request, from 0 to their sum. REQUESTS: a power of two, at least `batch`.
-    UNIFORM: the host knows that all requests have the same number of blocks, though not which number.
+    [batch + 1], the query blocks before each request, from 0 to their sum. REQUESTS: a power of two, at least
+    `batch`. UNIFORM: the host knows that all requests have the same number of blocks, if not which number.
     From workgroup q_heads * prefix[batch] on the grid is padding: request -1, head and block 0.
     """
     all_blocks = tl.load(prefix + batch)
@@ -153,7 +152,9 @@ def tiles_kernel(
     """
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     if prefix is None:
-        request, head, block = tile_of(o_row, MAPPING, domains, batch, q_heads, kv_heads, blocks, LONGEST_FIRST)
+        request, head, block = tile_of(
+            o_row, MAPPING, domains, batch, q_heads, kv_heads, blocks, LONGEST_FIRST
+        )
     else:
         request, head, block = tile_of_ragged(
             o_row, MAPPING, domains, batch, q_heads, kv_heads, prefix, REQUESTS, UNIFORM, LONGEST_FIRST
@@ -180,13 +181,14 @@ def write_tiles(
 ) -> None:
     """Fills `out` with the tiles of workgroups 0, 1, ... and never reads device memory on the host.
 
-    out: int32 [rows, 4], contiguous; a row is (request, query head, query block, 0), or (-1, 0, 0, 0) past the last
-        workgroup of the grid. Rows that `out` lacks are not written: with a prefix the host cannot know their number.
-    blocks: query blocks of every request, or int32 [batch + 1], contiguous, on the device of `out`: the query blocks
-        before each request.
+    out: int32 [rows, 4], contiguous; a row is (request, query head, query block, 0), or (-1, 0, 0, 0) past
+        the last workgroup. With a prefix the host cannot know the number of workgroups: give enough rows.
+    blocks: query blocks of every request, or int32 [batch + 1], contiguous, on the device of `out`: the query
+        blocks before each request, from 0 to their sum.
     uniform: with a prefix, that all requests have the same number of blocks; see `mapping.tiles`.
 
-    Raises ValueError on what `mapping.tiles` refuses, and on tensors of another shape, dtype, layout or device.
+    Raises ValueError on an unknown mapping, on counts that `mapping.tiles` refuses, on too few rows where the
+    host knows their number, and on tensors of another shape, dtype, layout or device.
     """
     host.check_mapping(mapping)
     host.check_grid(batch, q_heads, kv_heads, domains)
@@ -205,7 +207,9 @@ def write_tiles(
     else:
         workgroups = q_heads * int(host.blocks_per_request(batch, blocks).sum())
         if rows < workgroups:
-            raise ValueError(f"out has {rows} rows: the grid has {workgroups} workgroups, give at least as many rows.")
+            raise ValueError(
+                f"out has {rows} rows: the grid has {workgroups} workgroups, give at least as many rows."
+            )
     if rows == 0:
         return
     requests = triton.next_power_of_2(batch)
