@@ -1,8 +1,8 @@
 """What differs between vLLM releases, and nothing else.
 
-Two KV cache layouts exist. In 0.25 the backend names the shape, with K and V on an axis of their own; by 0.32 vLLM
-fixes one logical shape with K and V side by side in the last dimension. `BackendBase` and `split_kv_cache` are
-those of the release at hand.
+Two KV cache layouts exist. In 0.25 the backend names the shape, with K and V on an axis of their own; by 0.32
+vLLM fixes one logical shape, with K and V side by side in the last dimension. `BackendBase` and
+`split_kv_cache` are those of the release at hand.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numa_attention.attention import attend
 from numa_attention.kv_cache import write_pages
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from numa_attention.attention import attend
 from vllm_numa_backend import NAME, settings
 from vllm_numa_backend.compat import split_kv_cache
 from vllm_numa_backend.metadata import NumaSwizzleMetadata
@@ -104,7 +104,7 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of query [tokens, heads, head_dim] over the pages into output [tokens, heads, head_dim_v].
+        """Attention of query [tokens, heads, head_dim] over the pages, into output likewise (head_dim_v).
 
         `key` and `value` are in the pages already. Rows past the step's tokens are left as they are.
         """

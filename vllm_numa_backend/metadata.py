@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from numa_attention.schedule import Planner, Schedule, StepBatch
-from numa_attention.shapes import LayerShape
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -17,6 +15,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from numa_attention.schedule import Planner, Schedule, StepBatch
+from numa_attention.shapes import LayerShape
 from vllm_numa_backend import NAME, settings
 
 logger = init_logger("vllm.numa_swizzle")
@@ -145,7 +145,10 @@ def layer_shape(layer: Any, kv_cache_spec: Any, default_dtype: torch.dtype) -> L
 
 def _announce(schedule: Schedule) -> None:
     """Log once per process what runs for a phase and a layer shape."""
+    shape = schedule.shape
     for phase, part in (("decode", schedule.decode), ("prefill", schedule.prefill)):
-        if part is not None and (phase, schedule.shape) not in _announced:
-            _announced.add((phase, schedule.shape))
-            logger.info("%s %s: %s", NAME, phase, part.variant.describe())
+        if part is not None and (phase, shape) not in _announced:
+            _announced.add((phase, shape))
+            heads = f"{shape.q_heads}/{shape.kv_heads} heads of {shape.head_dim}"
+            window = "" if shape.window < 0 else f", window {shape.window}"
+            logger.info("%s %s of %s%s: %s", NAME, phase, heads, window, part.variant.describe())

@@ -1,9 +1,9 @@
 """How NUMA_SWIZZLE gets chosen: its name in vLLM's registry, VLLM_ATTENTION_BACKEND, and vLLM's CPU platform.
 
-vLLM lets plugins have one registry slot, CUSTOM. NUMA_SWIZZLE becomes a second name of that slot: a member travels
-to other processes by its value, and every process knows the value of CUSTOM before it loads plugins.
-VLLM_ATTENTION_BACKEND, which vLLM itself no longer reads, is the default of --attention-backend again, for our name
-only.
+vLLM lets plugins have one registry slot, CUSTOM. NUMA_SWIZZLE becomes a second name of that slot: members
+travel to other processes by value, and every process knows the value of CUSTOM before it loads plugins.
+VLLM_ATTENTION_BACKEND, which vLLM itself no longer reads, is the default of --attention-backend again, for
+our name only.
 """
 
 from __future__ import annotations
