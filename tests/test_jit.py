@@ -87,3 +87,29 @@ def test_a_kernel_takes_the_options_of_triton_jit(environment):
 
     assert some_kernel.arg_names == ["n"]
     assert some_kernel.params[0].do_not_specialize
+
+
+def test_a_launcher_asks_triton_once_per_key():
+    calls = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: calls.append(("again", grid, arguments))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def first(*arguments, **constants):
+                calls.append(("first", grid, arguments, constants))
+                return Compiled()
+
+            return first
+
+    launch = jit.Launcher(Kernel())
+    launch("small", (1, 1, 1), (10, 20), {"BLOCK": 16})
+    launch("small", (2, 1, 1), (11, 21), {"BLOCK": 16})
+    launch("large", (3, 1, 1), (12, 22), {"BLOCK": 32})
+    assert calls == [
+        ("first", (1, 1, 1), (10, 20), {"BLOCK": 16}),
+        ("again", (2, 1, 1), (11, 21, 16)),
+        ("first", (3, 1, 1), (12, 22), {"BLOCK": 32}),
+    ]

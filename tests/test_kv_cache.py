@@ -123,6 +123,27 @@ def test_page_sizes_and_strided_keys(kernels, page_size, device):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_calls_of_one_layout_in_a_row(kernels, offset, device):
+    # counts, contents and addresses change under an unchanged layout; an odd offset leaves pointers unaligned
+    k_pages, v_pages = empty_pages(8, 16, 2, 32, 32, torch.bfloat16, "pages-2", device)
+    scratch = torch.randn(2, 64 * 2 * 32 + 1, device=device).bfloat16()
+    key, value = (x[offset : offset + 64 * 2 * 32].view(64, 2, 32) for x in scratch)
+    for count in (1, 16, 17, 63):
+        scratch.normal_()
+        slots = torch.cat([torch.zeros(offset, dtype=torch.int64), torch.randperm(128)]).to(device)[offset:][
+            :count
+        ]
+        expected_k, expected_v = (
+            _write_naively(key, k_pages, slots, None),
+            _write_naively(value, v_pages, slots, None),
+        )
+        write_pages(key, value, k_pages, v_pages, slots, kernels=kernels)
+        assert torch.equal(_bytes(k_pages), _bytes(expected_k))
+        assert torch.equal(_bytes(v_pages), _bytes(expected_v))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("slots", [[], [-1], [-1, -1, -1]])
 def test_nothing_to_write(kernels, slots, device):
     k_pages, v_pages = empty_pages(1, 16, 2, 32, 32, torch.float32, "pages-2", device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -89,3 +89,27 @@ def resolve(kernels: str, device: torch.device) -> str:
         )
     require_triton()
     return "triton"
+
+
+class Launcher:
+    """Launches one kernel in little CPU time: Triton analyses the arguments once per `key`, not at every call."""
+
+    def __init__(self, kernel) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Hashable, Callable] = {}
+
+    def __call__(self, key: Hashable, grid: tuple[int, int, int], arguments: tuple, constants: dict) -> None:
+        """Run the kernel on `arguments`, all that are no constants, and `constants`, in the order it declares them.
+
+        `key` must differ wherever Triton would compile something else: by device, the types and constants, the value
+        of every integer (but those in do_not_specialize) and whether each pointer is a multiple of 16 bytes (but those
+        in do_not_specialize_on_alignment).
+        """
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*arguments, *constants.values())
+            return
+        compiled = self._kernel[grid](*arguments, **constants)
+        # an interpreted kernel returns nothing
+        if compiled is not None:
+            self._compiled[key] = compiled

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from numa_attention.jit import interpreting, resolve
@@ -34,11 +32,15 @@ def write_pages(
     Does not synchronise with the GPU, and launches one kernel. Raises ValueError where the tensors do not
     fit.
     """
-    _check(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale)
     # the short way round `resolve`, since this runs once per layer and step
     if (key.is_cuda and kernels in ("auto", "triton")) or resolve(kernels, key.device) == "triton":
         _write_with_triton(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale)
-        return
+    else:
+        _check(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+        _write_with_torch(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+
+
+def _write_with_torch(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None:
     count = slot_mapping.shape[0]
     kept = slot_mapping >= 0
     slots, key, value = slot_mapping[kept], key[:count][kept], value[:count][kept]
@@ -87,53 +89,58 @@ def _put(pages: torch.Tensor, place: tuple[torch.Tensor, torch.Tensor], x: torch
     pages[place] = x
 
 
-@cache
-def _constants(
-    heads: int, head_dim: int, head_dim_v: int, page_size: int, dtype: torch.dtype, scaled: bool
-) -> dict:
-    """The kernel's compile-time arguments."""
-    return dict(
+def _power_of_two(n: int) -> int:
+    """The smallest one that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+# layout of a call -> the kernel's strides and compile-time arguments, once checked
+_plans: dict[tuple, tuple[tuple[int, ...], dict]] = {}
+
+
+def _write_with_triton(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None:
+    # imported here so that this file works where Triton is not installed
+    from numa_attention.kv_cache_device import launch
+
+    count = slot_mapping.shape[0]
+    # all that the checks and the compiled kernel depend on, except the number of tokens
+    layout = (
+        key.get_device(), key.dtype, value.dtype, k_pages.dtype, v_pages.dtype, slot_mapping.dtype,
+        key.shape[1:], value.shape[1:], k_pages.shape[1:], v_pages.shape[1:],
+        key.stride(), value.stride(), k_pages.stride(), v_pages.stride(),
+        key.data_ptr() & 15, value.data_ptr() & 15, k_pages.data_ptr() & 15, v_pages.data_ptr() & 15,
+        k_scale is None, v_scale is None,
+    )  # fmt: skip
+    plan = _plans.get(layout)
+    if plan is None or not key.shape[0] == value.shape[0] >= count:
+        _check(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+        plan = _plans[layout] = _plan(key, value, k_pages, v_pages, k_scale)
+    if count == 0:
+        return
+    strides, constants = plan
+    grid = (-(-count // constants["BLOCK_T"]), 1, 1)
+    launch(
+        layout,
+        grid,
+        (key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale, count, *strides),
+        constants,
+    )
+
+
+def _plan(key, value, k_pages, v_pages, k_scale) -> tuple[tuple[int, ...], dict]:
+    (_, heads, head_dim), head_dim_v, dtype = key.shape, value.shape[2], k_pages.dtype
+    strides = (*key.stride()[:2], *value.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3])
+    constants = dict(
         HEADS=heads,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
-        PAGE_SIZE=page_size,
+        PAGE_SIZE=k_pages.shape[1],
         LARGEST=torch.finfo(dtype).max if dtype in FLOAT8 else 0.0,
-        SCALED=scaled,
+        SCALED=k_scale is not None,
         # a workgroup a token fills a GPU soonest; the interpreter wants few and large ones
         BLOCK_T=32 if interpreting() else 1,
         BLOCK_H=_power_of_two(heads),
         BLOCK_D=_power_of_two(head_dim),
         BLOCK_DV=_power_of_two(head_dim_v),
     )
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest one that is not below n."""
-    return 1 << (n - 1).bit_length()
-
-
-def _write_with_triton(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None:
-    # imported here so that this file works where Triton is not installed
-    from numa_attention.kv_cache_device import write_pages_kernel
-
-    count = slot_mapping.shape[0]
-    if count == 0:
-        return
-    constants = _constants(
-        key.shape[1], key.shape[2], value.shape[2], k_pages.shape[1], k_pages.dtype, k_scale is not None
-    )
-    write_pages_kernel[(-(-count // constants["BLOCK_T"]),)](
-        key,
-        value,
-        k_pages,
-        v_pages,
-        slot_mapping,
-        k_scale,
-        v_scale,
-        count,
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        **constants,
-    )
+    return strides, constants

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from numa_attention.jit import kernel
+from numa_attention.jit import Launcher, kernel
 
 
-@kernel
+@kernel(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots", "k_scale", "v_scale"])
 def write_pages_kernel(
     key,
     value,
@@ -93,3 +93,6 @@ def write_rows(
         b_x.to(target.dtype.element_ty),
         mask=m_tile,
     )
+
+
+launch = Launcher(write_pages_kernel)

@@ -103,8 +103,11 @@ def _interpreted_language() -> Iterator[None]:
             for owner, name, _, new in swapped:
                 setattr(owner, name, new)
             builtins = upstream._patch_lang(_WHOLE_LANGUAGE)
+            builtins.set_attr(tl.dtype, "to_ir", _to_ir(tl.dtype.to_ir))
             # numpy >= 2.4 no longer turns a one-element array into a number, as Triton 3.6 would have it
             builtins.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
+            # the language is ready: the grid loop need not prepare it again, which takes milliseconds
+            builtins.set_attr(upstream, "_patch_lang", lambda fn: upstream._LangPatchScope())
             try:
                 yield
             finally:
@@ -112,6 +115,11 @@ def _interpreted_language() -> Iterator[None]:
         finally:
             for owner, name, old, _ in swapped:
                 setattr(owner, name, old)
+
+
+def _to_ir(upstream_to_ir: Callable) -> Callable:
+    # Triton 3.6 forgets the fnuz types; the interpreter's type is the type itself
+    return lambda self, builder: self if self.name in _STORED_AS_BITS else upstream_to_ir(self, builder)
 
 
 @cache
