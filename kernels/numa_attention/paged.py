@@ -8,7 +8,16 @@ from numa_attention.jit import kernel
 
 
 @kernel
-def page_rows(block_table_row, start, o_n, m_n, page_stride, token_stride, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr):
+def page_rows(
+    block_table_row,
+    start,
+    o_n,
+    m_n,
+    page_stride,
+    token_stride,
+    PAGE_SIZE: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+):
     """Element offsets int64 [N] of tokens start + o_n in a paged tensor whose strides are given.
 
     block_table_row: pointer to the request's row. m_n [N]: tokens that exist; the row is read for no other.

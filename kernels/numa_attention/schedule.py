@@ -56,7 +56,7 @@ class StepBatch:
 class DecodeSchedule:
     """Work list and workspace of the decode launch; see `decode/work_list.py`.
 
-    arrivals int32 [capacity]: parts of each unit that have arrived; zero between launches.
+    arrivals int32 [2, 2 * workgroups]: parts that have arrived, by level and slot; zero between launches.
     partial_acc float32 [2 * workgroups, block_m, block_dv], partial_ml float32 [2 * workgroups, 2, block_m].
     """
 
@@ -122,12 +122,12 @@ class Planner:
         self.decode_variant = choose_decode(shape, topology, self.kernels, max_decode_query, mapping)
         self.prefill_variant = choose_prefill(shape, topology, self.kernels, mapping)
         self.row_blocks = -(-shape.group * max_decode_query // self.decode_variant.block_m)
-        self._decode = self._decode_buffers()
+        self.decode_buffers = self._make_decode_buffers()
         self._prefix = torch.empty(max_requests + 1, dtype=torch.int32, device=self.device)
         tiles = shape.kv_heads * (max_tokens * shape.group // self.prefill_variant.block_m + max_requests)
         self._tiles = torch.empty(tiles, 4, dtype=torch.int32, device=self.device)
 
-    def _decode_buffers(self) -> DecodeSchedule:
+    def _make_decode_buffers(self) -> DecodeSchedule:
         variant, shape = self.decode_variant, self.shape
         workgroups, block_m = variant.workgroups, variant.block_m
         block_dv = next_power_of_2(max(shape.head_dim_v, 16))
@@ -140,7 +140,7 @@ class Planner:
             variant,
             ranges=empty(workgroups, 2, dtype=torch.int32),
             items=empty(items, work_list.ITEM_FIELDS, dtype=torch.int32),
-            arrivals=torch.zeros(items, dtype=torch.int32, device=self.device),
+            arrivals=torch.zeros(2, 2 * workgroups, dtype=torch.int32, device=self.device),
             partial_acc=empty(2 * workgroups, block_m, block_dv, dtype=torch.float32),
             partial_ml=empty(2 * workgroups, 2, block_m, dtype=torch.float32),
         )
@@ -148,13 +148,15 @@ class Planner:
     def plan(self, batch: StepBatch) -> Schedule:
         """The schedule of one step. It stays valid until the next `plan`, whose work list overwrites this one's."""
         if batch.num_requests > self.max_requests:
-            raise ValueError(f"a step of {batch.num_requests} requests exceeds max_requests={self.max_requests}")
+            raise ValueError(
+                f"a step of {batch.num_requests} requests exceeds max_requests={self.max_requests}"
+            )
         decode = self._plan_decode(batch) if batch.num_decodes else None
         prefill = self._plan_prefill(batch) if batch.num_decodes < batch.num_requests else None
         return Schedule(batch, self.shape, self.kernels, decode, prefill)
 
     def _plan_decode(self, batch: StepBatch) -> DecodeSchedule:
-        number, plan, shape = batch.num_decodes, self._decode, self.shape
+        number, plan, shape = batch.num_decodes, self.decode_buffers, self.shape
         options = dict(
             kv_heads=shape.kv_heads,
             row_blocks=self.row_blocks,
@@ -191,7 +193,9 @@ class Planner:
         if workgroups == 0:
             return None
         if workgroups > len(self._tiles):
-            raise ValueError(f"a step of {int(query_lens.sum())} query tokens exceeds the planner's max_tokens")
+            raise ValueError(
+                f"a step of {int(query_lens.sum())} query tokens exceeds the planner's max_tokens"
+            )
         tiles = self._tiles[:workgroups]
         if self.kernels == "triton":
             from numa_attention.prefill.tile_list import build_on_device

@@ -15,7 +15,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @kernel
-def score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+def score_tile(
+    b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr
+):
     """Raw products [M, N] -> scores in base 2, unmasked.
 
     o_position [M], o_key [N]: token positions. b_slope [M]: the ALiBi slope of each row's query head. scale: softmax

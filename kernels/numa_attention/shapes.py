@@ -45,10 +45,16 @@ class LayerShape:
             )
         for name, size in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if size % 8 or not 8 <= size <= MAX_HEAD_DIM:
-                raise UnsupportedShape(f"{name} {size} is not supported: it must be a multiple of 8 up to {MAX_HEAD_DIM}.")
+                raise UnsupportedShape(
+                    f"{name} {size} is not supported: it must be a multiple of 8 up to {MAX_HEAD_DIM}."
+                )
         if self.page_size % 16 or self.page_size < 16:
-            raise UnsupportedShape(f"page size {self.page_size} is not supported: it must be a multiple of 16 tokens.")
+            raise UnsupportedShape(
+                f"page size {self.page_size} is not supported: it must be a multiple of 16 tokens."
+            )
         if self.dtype not in QUERY_DTYPES:
             raise UnsupportedShape(f"dtype {self.dtype} is not supported: use float32, float16 or bfloat16.")
         if self.window < -1:
-            raise UnsupportedShape(f"window {self.window} is not supported: give -1 for none, or 0 and more tokens.")
+            raise UnsupportedShape(
+                f"window {self.window} is not supported: give -1 for none, or 0 and more tokens."
+            )

@@ -88,7 +88,13 @@ def detect(device: torch.device | str | None = None) -> Topology:
         shared = known.shared_bytes if known else 64 * KIB
         per_domain = known.l2_bytes // known.domains if known else l2_bytes
         return Topology(
-            properties.name, generation if known else "gpu", units, domains, domains, per_domain * domains, shared
+            properties.name,
+            generation if known else "gpu",
+            units,
+            domains,
+            domains,
+            per_domain * domains,
+            shared,
         )
     generation = f"sm_{properties.major}{properties.minor}"
     known = PRODUCTS.get(GENERATIONS.get(generation, ""))

@@ -67,7 +67,9 @@ class _Layer:
         """Apply the sink and the value scale, and store one finished tile."""
         if self.sinks is not None:
             with_sink = torch.logaddexp(lse, self.sinks[heads].float())
-            output = output * torch.exp(lse - torch.where(with_sink == float("-inf"), 0.0, with_sink))[:, None]
+            output = (
+                output * torch.exp(lse - torch.where(with_sink == float("-inf"), 0.0, with_sink))[:, None]
+            )
             lse = with_sink
         self.out[tokens, heads] = (output * self.v_scale).to(self.out.dtype)
         if self.lse is not None:
@@ -79,7 +81,9 @@ def decode(
     v_scale=None, lse=None,
 ) -> None:  # fmt: skip
     """Attention of the decoding requests of `schedule`; see `attention.attend` for shapes."""
-    layer = _Layer(q, k_pages, v_pages, out, schedule, scale, soft_cap, sinks, alibi_slopes, k_scale, v_scale, lse)
+    layer = _Layer(
+        q, k_pages, v_pages, out, schedule, scale, soft_cap, sinks, alibi_slopes, k_scale, v_scale, lse
+    )
     plan = schedule.decode
     block_n, block_m = plan.variant.block_n, plan.variant.block_m
     ranges, items = plan.ranges.numpy(), plan.items.numpy()
@@ -107,12 +111,16 @@ def prefill(
     v_scale=None, lse=None,
 ) -> None:  # fmt: skip
     """Attention of the prefilling requests of `schedule`; see `attention.attend` for shapes."""
-    layer = _Layer(q, k_pages, v_pages, out, schedule, scale, soft_cap, sinks, alibi_slopes, k_scale, v_scale, lse)
+    layer = _Layer(
+        q, k_pages, v_pages, out, schedule, scale, soft_cap, sinks, alibi_slopes, k_scale, v_scale, lse
+    )
     block_m = schedule.prefill.variant.block_m
     first_request = schedule.batch.num_decodes
     for request, kv_head, block, _ in np.asarray(schedule.prefill.tiles).tolist():
         request += first_request
         tokens, heads, position = layer.rows(request, kv_head, block, block_m)
         layer.write(
-            tokens, heads, *layer.attend(request, kv_head, tokens, heads, position, 0, layer.seq_lens[request])
+            tokens,
+            heads,
+            *layer.attend(request, kv_head, tokens, heads, position, 0, layer.seq_lens[request]),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,7 +74,7 @@ MAPPING = "swizzled-head-first"
 
 
 def family(topology: Topology) -> str:
-    """"cpu", "amd" or "nvidia": whose tile sizes a device takes."""
+    """ "cpu", "amd" or "nvidia": whose tile sizes a device takes."""
     if topology.generation == "cpu":
         return "cpu"
     if topology.generation.startswith("gfx") or (topology.generation == "gpu" and torch.version.hip):
@@ -95,7 +95,9 @@ def next_power_of_2(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def choose_prefill(shape: LayerShape, topology: Topology, kernels: str, mapping: str | None = None) -> Variant:
+def choose_prefill(
+    shape: LayerShape, topology: Topology, kernels: str, mapping: str | None = None
+) -> Variant:
     """The prefill variant for a layer shape. kernels: "triton" or "torch"."""
     tile = _tile(PREFILL_TILES, shape, topology)
     name = "portable-prefill" if kernels == "triton" else "torch-prefill"
@@ -118,6 +120,12 @@ def choose_decode(
     """The decode variant for a layer shape and the most query tokens a decoding request has."""
     tile = _tile(DECODE_TILES, shape, topology)
     rows = next_power_of_2(shape.group * max_decode_query)
+    if rows > 16 and family(topology) == "nvidia":
+        # the accumulator of a tall tile does not fit the registers of four warps
+        tile = replace(tile, num_warps=8)
+    elif family(topology) == "nvidia" and shape.dtype.itemsize == 2 and shape.page_size % tile.block_n:
+        # a tile that crosses pages spends instructions on addresses: fewer, wider tiles hide them
+        tile = replace(tile, block_n=2 * tile.block_n, num_stages=2)
     name = "portable-decode" if kernels == "triton" else "torch-decode"
     domains = topology.dispatch_domains
     workgroups = topology.compute_units * DECODE_WORKGROUPS_PER_UNIT[family(topology)]

@@ -12,9 +12,9 @@ import torch
 import triton.language as tl
 
 from numa_attention.jit import kernel
-from numa_attention.paged import page_rows
-from numa_attention.scores import add_sink, natural_lse, normalise, safe_max, score_tile, visible
+from numa_attention.scores import add_sink, natural_lse, normalise, safe_max
 from numa_attention.variants import next_power_of_2
+from numa_attention.walk import walk
 
 
 @kernel
@@ -40,6 +40,86 @@ def finish(
 
 
 @kernel
+def part_slot(split, first_workgroup):
+    """Where a split's part is kept: a workgroup has at most two, of the unit it ends and of the unit it begins."""
+    return (2 * (first_workgroup + split) + (split == 0).to(tl.int32)).to(tl.int64)
+
+
+@kernel
+def store_part(b_m, b_l, b_acc, partial_acc, partial_ml, slot, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Write one softmax state (m, l [M], unnormalised acc [M, DV]) to the workspace."""
+    o_m = tl.arange(0, BLOCK_M)
+    o_dv = tl.arange(0, BLOCK_DV)
+    p_ml = partial_ml + slot * (2 * BLOCK_M) + o_m
+    tl.store(p_ml, b_m)
+    tl.store(p_ml + BLOCK_M, b_l)
+    tl.store(partial_acc + slot * (BLOCK_M * BLOCK_DV) + o_m[:, None] * BLOCK_DV + o_dv[None, :], b_acc)
+
+
+@kernel
+def arrive_last(p_arrivals, parts):
+    """Announce a stored part. True for the workgroup that completes the count, which finds the counter reset."""
+    # all stores of this workgroup come before its one thread announces them
+    tl.debug_barrier()
+    last = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu") == parts - 1
+    if last:
+        tl.store(p_arrivals, 0)
+    return last
+
+
+@kernel
+def load_part(
+    partial_acc, partial_ml, part, parts, first, step, first_workgroup, b_max, BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Part number `part`: its acc [M, DV] and weight [M] under the row maximum b_max [M]; weight 0 past the last."""
+    o_m = tl.arange(0, BLOCK_M)
+    o_dv = tl.arange(0, BLOCK_DV)
+    exists = part < parts
+    slot = part_slot(first + tl.minimum(part, parts - 1) * step, first_workgroup)
+    # past L1: other compute units wrote it
+    b_m = tl.load(partial_ml + slot * (2 * BLOCK_M) + o_m, cache_modifier=".cg")
+    p_acc = partial_acc + slot * (BLOCK_M * BLOCK_DV) + o_m[:, None] * BLOCK_DV + o_dv[None, :]
+    b_acc = tl.load(p_acc, cache_modifier=".cg")
+    return b_acc, tl.where(exists, tl.exp2(b_m - b_max), 0.0)
+
+
+@kernel
+def merge_parts(
+    partial_acc, partial_ml, first, parts, step, first_workgroup, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge splits first, first + step, ... (`parts` of them, at most PARTS), always in this order: (m, l, acc)."""
+    o_m = tl.arange(0, BLOCK_M)
+    o_part = tl.arange(0, PARTS)
+    m_part = (o_part < parts)[:, None]
+    o_slot = part_slot(first + o_part * step, first_workgroup)
+    p_ml = partial_ml + o_slot[:, None] * (2 * BLOCK_M) + o_m[None, :]
+    b_ms = tl.load(p_ml, mask=m_part, other=float("-inf"), cache_modifier=".cg")  # [PARTS, M]
+    b_ls = tl.load(p_ml + BLOCK_M, mask=m_part, other=0.0, cache_modifier=".cg")  # [PARTS, M]
+    b_m = tl.max(b_ms, 0)
+    b_safe = safe_max(b_m)
+    b_l = tl.sum(b_ls * tl.exp2(b_ms - b_safe[None, :]), 0)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # four parts in flight at a time: a merge waits for latency, not for bandwidth
+    for part in tl.range(0, parts, 4):
+        b_0, b_w0 = load_part(
+            partial_acc, partial_ml, part, parts, first, step, first_workgroup, b_safe, BLOCK_M, BLOCK_DV
+        )
+        b_1, b_w1 = load_part(
+            partial_acc, partial_ml, part + 1, parts, first, step, first_workgroup, b_safe, BLOCK_M, BLOCK_DV
+        )
+        b_2, b_w2 = load_part(
+            partial_acc, partial_ml, part + 2, parts, first, step, first_workgroup, b_safe, BLOCK_M, BLOCK_DV
+        )
+        b_3, b_w3 = load_part(
+            partial_acc, partial_ml, part + 3, parts, first, step, first_workgroup, b_safe, BLOCK_M, BLOCK_DV
+        )
+        b_acc += b_0 * b_w0[:, None] + b_1 * b_w1[:, None] + b_2 * b_w2[:, None] + b_3 * b_w3[:, None]
+    return b_m, b_l, b_acc
+
+
+@kernel
 def decode_kernel(
     q,  # [tokens, q_heads, head_dim]
     k_pages,  # [page, token, kv_head, head_dim]
@@ -48,7 +128,7 @@ def decode_kernel(
     lse,  # float32 [tokens, q_heads]
     ranges,  # int32 [workgroups, 2]
     items,  # int32 [capacity, 8]
-    arrivals,  # int32 [capacity], zero between launches
+    arrivals,  # int32 [2, 2 * workgroups], zero between launches
     partial_acc,  # float32 [2 * workgroups, BLOCK_M, BLOCK_DV]
     partial_ml,  # float32 [2 * workgroups, 2, BLOCK_M]
     block_table,
@@ -89,7 +169,8 @@ def decode_kernel(
     HAS_LSE: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     DOMAINS: tl.constexpr,
-    MERGE: tl.constexpr,
+    FAN_IN: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     # consecutive ranges belong to one domain, to which the hardware deals every DOMAINS-th workgroup
     workgroups = tl.num_programs(0)
@@ -98,15 +179,14 @@ def decode_kernel(
     first = tl.load(ranges + workgroup * 2)
     count = tl.load(ranges + workgroup * 2 + 1)
     if HAS_SCALES:
-        scale = scale * tl.load(k_scale)
+        qk_scale = scale * tl.load(k_scale)
         v_factor = tl.load(v_scale)
     else:
+        qk_scale = scale
         v_factor = 1.0
     o_m = tl.arange(0, BLOCK_M)
-    o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
-    ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     for index in tl.range(first, first + count):
         p_item = items + index * 8
         request = tl.load(p_item).to(tl.int64)
@@ -130,7 +210,9 @@ def decode_kernel(
         o_position = tl.where(m_row, seq_len - query_len + o_query, -1)
         m_q = m_row[:, None] & (o_d < HEAD_DIM)[None, :]
         b_q = tl.load(
-            q + o_token[:, None] * q_token_stride + o_head[:, None] * q_head_stride + o_d[None, :], mask=m_q, other=0.0
+            q + o_token[:, None] * q_token_stride + o_head[:, None] * q_head_stride + o_d[None, :],
+            mask=m_q,
+            other=0.0,
         )
         if HAS_ALIBI:
             b_slope = tl.load(alibi_slopes + o_head, mask=m_row, other=0.0)
@@ -144,75 +226,94 @@ def decode_kernel(
         b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_l = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        key_low = 0
-        if WINDOW >= 0:
-            key_low = tl.maximum(seq_len - query_len - WINDOW, 0)
         p_table = block_table + request * block_table_stride
         p_k = k_pages + kv_head * k_head_stride + o_d[None, :]
         p_v = v_pages + kv_head * v_head_stride + o_dv[None, :]
-        for tile in tl.range(tile_begin, tile_end):
-            start = tile * BLOCK_N
-            o_key = start + o_n
-            # tokens outside every row's sight are not read: their pages may hold anything, NaN included
-            m_key = (o_key < seq_len) & (o_key >= key_low)
-            o_k = page_rows(p_table, start, o_n, m_key, k_page_stride, k_token_stride, PAGE_SIZE, ONE_PAGE)
-            b_k = tl.load(p_k + o_k[:, None], mask=m_key[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
-            b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
-            b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP, HAS_ALIBI)
-            b_s = tl.where(visible(o_position, o_key, seq_len, CAUSAL, WINDOW), b_s, float("-inf"))
-            b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-            b_safe = safe_max(b_m_new)
-            b_p = tl.exp2(b_s - b_safe[:, None])
-            b_alpha = tl.exp2(b_m - b_safe)
-            b_l = b_l * b_alpha + tl.sum(b_p, 1)
-            b_m = b_m_new
-            o_v = page_rows(p_table, start, o_n, m_key, v_page_stride, v_token_stride, PAGE_SIZE, ONE_PAGE)
-            b_v = tl.load(p_v + o_v[:, None], mask=m_key[:, None] & (o_dv < HEAD_DIM_V)[None, :], other=0.0)
-            b_acc = b_acc * b_alpha[:, None]
-            b_acc = tl.dot(b_p.to(b_q.dtype), b_v.to(b_q.dtype), b_acc, input_precision="ieee")
-
-        p_out = out + o_token[:, None] * out_token_stride + o_head[:, None] * out_head_stride + o_dv[None, :]
-        p_lse = lse + o_token * lse_token_stride + o_head * lse_head_stride
-        m_out = m_row[:, None] & (o_dv < HEAD_DIM_V)[None, :]
-        if splits == 1:
-            finish(b_m, b_l, b_acc, b_sink, v_factor, p_out, p_lse, m_row, m_out, HAS_SINK, HAS_LSE)
+        # tiles that every row sees whole need no mask: those between the left edge of the last query's window and
+        # the first query
+        key_low = 0
+        interior_begin = tile_begin
+        interior_end = tile_end
+        if WINDOW >= 0:
+            key_low = tl.maximum(seq_len - query_len - WINDOW, 0)
+            interior_begin = (tl.maximum(seq_len - 1 - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
+        if CAUSAL:
+            interior_end = (seq_len - query_len + 1) // BLOCK_N
         else:
-            slot = (2 * (first_workgroup + split) + (split == 0).to(tl.int32)).to(tl.int64)
-            p_ml = partial_ml + slot * (2 * BLOCK_M) + o_m
-            o_acc = o_m[:, None] * BLOCK_DV + o_dv[None, :]
-            tl.store(partial_acc + slot * (BLOCK_M * BLOCK_DV) + o_acc, b_acc)
-            tl.store(p_ml, b_m)
-            tl.store(p_ml + BLOCK_M, b_l)
-            # all of this workgroup's stores happen before its one thread announces the part
-            tl.debug_barrier()
-            arrival = tl.atomic_add(arrivals + index - (first_workgroup + split), 1, sem="acq_rel", scope="gpu")
-            if arrival == splits - 1:
-                tl.store(arrivals + index - (first_workgroup + split), 0)
-                b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                b_l = tl.zeros([BLOCK_M], tl.float32)
-                b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-                o_s = tl.arange(0, MERGE)
-                for other in tl.range(0, splits, MERGE):
-                    o_split = other + o_s
-                    m_split = o_split < splits
-                    o_slot = (2 * (first_workgroup + o_split) + (o_split == 0).to(tl.int32)).to(tl.int64)
-                    p_ml_s = partial_ml + o_slot[:, None] * (2 * BLOCK_M) + o_m[None, :]
-                    # past L1: the parts were written by other compute units
-                    b_m_s = tl.load(p_ml_s, mask=m_split[:, None], other=float("-inf"), cache_modifier=".cg")
-                    b_l_s = tl.load(p_ml_s + BLOCK_M, mask=m_split[:, None], other=0.0, cache_modifier=".cg")
-                    p_acc_s = partial_acc + o_slot[:, None, None] * (BLOCK_M * BLOCK_DV) + o_acc[None, :, :]
-                    b_acc_s = tl.load(p_acc_s, mask=m_split[:, None, None], other=0.0, cache_modifier=".cg")
-                    b_m_new = tl.maximum(b_m, tl.max(b_m_s, 0))
-                    b_safe = safe_max(b_m_new)
-                    b_weight = tl.exp2(b_m_s - b_safe[None, :])
-                    b_alpha = tl.exp2(b_m - b_safe)
-                    b_l = b_l * b_alpha + tl.sum(b_l_s * b_weight, 0)
-                    b_acc = b_acc * b_alpha[:, None] + tl.sum(b_acc_s * b_weight[:, :, None], 0)
-                    b_m = b_m_new
-                finish(b_m, b_l, b_acc, b_sink, v_factor, p_out, p_lse, m_row, m_out, HAS_SINK, HAS_LSE)
+            interior_end = seq_len // BLOCK_N
+        interior_end = tl.minimum(tl.maximum(interior_end, tile_begin), tile_end)
+        interior_begin = tl.minimum(tl.maximum(interior_begin, tile_begin), interior_end)
+        if WINDOW >= 0:
+            b_m, b_l, b_acc = walk(
+                b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, seq_len,
+                tile_begin, interior_begin, seq_len, qk_scale, soft_cap,
+                k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, True,
+            )  # fmt: skip
+        b_m, b_l, b_acc = walk(
+            b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, seq_len,
+            interior_begin, interior_end, seq_len, qk_scale, soft_cap,
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, False,
+        )  # fmt: skip
+        b_m, b_l, b_acc = walk(
+            b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, seq_len,
+            interior_end, tile_end, seq_len, qk_scale, soft_cap,
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, True,
+        )  # fmt: skip
+
+        whole = splits == 1
+        if splits > 1:
+            # first among up to FAN_IN neighbours, then among those merged results: a unit in many parts is not
+            # merged by one workgroup in one long row
+            group_first = split // FAN_IN * FAN_IN
+            group_size = tl.minimum(splits - group_first, FAN_IN)
+            group_slot = part_slot(group_first, first_workgroup)
+            groups = (splits + FAN_IN - 1) // FAN_IN
+            store_part(
+                b_m, b_l, b_acc, partial_acc, partial_ml, part_slot(split, first_workgroup), BLOCK_M, BLOCK_DV
+            )
+            if arrive_last(arrivals + group_slot, group_size):
+                b_m, b_l, b_acc = merge_parts(
+                    partial_acc,
+                    partial_ml,
+                    group_first,
+                    group_size,
+                    1,
+                    first_workgroup,
+                    BLOCK_M,
+                    BLOCK_DV,
+                    PARTS,
+                )
+                whole = groups == 1
+                if groups > 1:
+                    tl.debug_barrier()  # all of this workgroup has read the part that is now overwritten
+                    store_part(b_m, b_l, b_acc, partial_acc, partial_ml, group_slot, BLOCK_M, BLOCK_DV)
+                    root = arrivals + 2 * workgroups + (2 * first_workgroup + 1)  # slot of split 0
+                    whole = arrive_last(root, groups)
+                    if whole:
+                        b_m, b_l, b_acc = merge_parts(
+                            partial_acc,
+                            partial_ml,
+                            0,
+                            groups,
+                            FAN_IN,
+                            first_workgroup,
+                            BLOCK_M,
+                            BLOCK_DV,
+                            PARTS,
+                        )
+        if whole:
+            p_out = (
+                out + o_token[:, None] * out_token_stride + o_head[:, None] * out_head_stride + o_dv[None, :]
+            )
+            p_lse = lse + o_token * lse_token_stride + o_head * lse_head_stride
+            m_out = m_row[:, None] & (o_dv < HEAD_DIM_V)[None, :]
+            finish(b_m, b_l, b_acc, b_sink, v_factor, p_out, p_lse, m_row, m_out, HAS_SINK, HAS_LSE)
 
 
-MERGE_ELEMENTS = 8192  # float32 elements of partial output a merging workgroup holds at once
+FAN_IN = 16  # parts merged at a time: two levels then serve 256 parts with 16 + 16 reads in a row
 
 
 def decode(
@@ -285,7 +386,8 @@ def decode(
         HAS_LSE=not no_lse,
         HAS_SCALES=k_scale is not None,
         DOMAINS=variant.domains if variant.mapping.startswith("swizzled") else 1,
-        MERGE=max(1, MERGE_ELEMENTS // (variant.block_m * block_dv)),
+        FAN_IN=FAN_IN,
+        PARTS=max(FAN_IN, next_power_of_2(-(-variant.workgroups // FAN_IN))),
         num_warps=variant.num_warps,
         num_stages=variant.num_stages,
     )

@@ -54,7 +54,9 @@ def build_on_host(
     if len(requests) == 0:
         return ranges, items
     seq_lens, query_lens = seq_lens[requests].astype(np.int64), query_lens[requests].astype(np.int64)
-    begin = np.maximum(seq_lens - query_lens - window, 0) // block_n if window >= 0 else np.zeros_like(seq_lens)
+    begin = (
+        np.maximum(seq_lens - query_lens - window, 0) // block_n if window >= 0 else np.zeros_like(seq_lens)
+    )
     # a request with queries but no keys still has its output written: it takes one empty tile
     tiles = np.maximum(-(-seq_lens // block_n) - begin, 1)
     units = kv_heads * row_blocks

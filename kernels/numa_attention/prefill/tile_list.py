@@ -19,7 +19,13 @@ from numa_attention.variants import Variant, next_power_of_2
 
 @kernel(do_not_specialize=["first_request", "requests"])
 def block_prefix_kernel(
-    query_start_loc, prefix, first_request, requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr
+    query_start_loc,
+    prefix,
+    first_request,
+    requests,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     """Query blocks before each request, int32 [requests + 1]."""
     o_r = tl.arange(0, BLOCK_R)

@@ -1,0 +1,81 @@
+"""The inner loop of the portable kernels: fold a run of KV tiles into the softmax state of one packed query tile."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from numa_attention.jit import kernel
+from numa_attention.paged import page_rows
+from numa_attention.scores import safe_max, score_tile, visible
+
+
+@kernel
+def walk(
+    b_q,  # [M, D]
+    b_m,  # [M]
+    b_l,  # [M]
+    b_acc,  # [M, DV]
+    b_slope,  # [M]
+    o_position,  # [M]
+    p_k,  # [1, D]
+    p_v,  # [1, DV]
+    p_table,
+    key_low,
+    key_high,
+    tile_begin,
+    tile_end,
+    seq_len,
+    scale,
+    soft_cap,
+    k_page_stride,
+    k_token_stride,
+    v_page_stride,
+    v_token_stride,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold KV tiles [tile_begin, tile_end) into the softmax state (m, l, acc) of one query tile."""
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_dv = tl.arange(0, BLOCK_DV)
+    ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    for tile in tl.range(tile_begin, tile_end):
+        start = tile * BLOCK_N
+        o_key = start + o_n
+        if MASKED:
+            # tokens outside every row's sight are not read: their pages may hold anything, NaN included
+            m_key = (o_key >= key_low) & (o_key < key_high)
+        else:
+            m_key = o_n < BLOCK_N
+        o_k = page_rows(p_table, start, o_n, m_key, k_page_stride, k_token_stride, PAGE_SIZE, ONE_PAGE)
+        if MASKED or HEAD_DIM < BLOCK_D:
+            b_k = tl.load(p_k + o_k[:, None], mask=m_key[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            b_k = tl.load(p_k + o_k[:, None])
+        b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
+        b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP, HAS_ALIBI)
+        if MASKED:
+            b_s = tl.where(visible(o_position, o_key, seq_len, CAUSAL, WINDOW), b_s, float("-inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_safe = safe_max(b_m_new) if MASKED else b_m_new
+        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_alpha = tl.exp2(b_m - b_safe)
+        b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        b_m = b_m_new
+        o_v = page_rows(p_table, start, o_n, m_key, v_page_stride, v_token_stride, PAGE_SIZE, ONE_PAGE)
+        if MASKED or HEAD_DIM_V < BLOCK_DV:
+            b_v = tl.load(p_v + o_v[:, None], mask=m_key[:, None] & (o_dv < HEAD_DIM_V)[None, :], other=0.0)
+        else:
+            b_v = tl.load(p_v + o_v[:, None])
+        b_acc = b_acc * b_alpha[:, None]
+        b_acc = tl.dot(b_p.to(b_q.dtype), b_v.to(b_q.dtype), b_acc, input_precision="ieee")
+    return b_m, b_l, b_acc

@@ -1,0 +1,197 @@
+"""The decode work list: coverage, balance, device form against host form, corruption, replay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from numa_attention.decode.work_list import (
+    FIRST_WORKGROUP,
+    KV_HEAD,
+    REQUEST,
+    ROW_BLOCK,
+    SPLIT,
+    SPLITS,
+    TILE_BEGIN,
+    TILE_END,
+    build_on_host,
+    capacity,
+    partial_slot,
+)
+from tests.kernel_step import make_planner, run, step_of
+from tests.support import make_paged_case
+
+lists = {
+    "requests": st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 8)), min_size=1, max_size=9),
+    "kv_heads": st.integers(1, 9),
+    "row_blocks": st.integers(1, 3),
+    "block_n": st.sampled_from([16, 64, 128]),
+    "window": st.sampled_from([-1, 0, 100]),
+    "workgroups": st.integers(1, 40),
+    "min_tiles": st.integers(1, 3),
+}
+
+
+def build(requests, **options):
+    seq_lens = np.array([max(length, queries) for length, queries in requests])
+    query_lens = np.array([queries for _, queries in requests])
+    return seq_lens, query_lens, *build_on_host(seq_lens, query_lens, **options)
+
+
+@given(**lists)
+def test_every_tile_is_listed_once_and_ranges_are_even(
+    requests, kv_heads, row_blocks, block_n, window, workgroups, min_tiles
+):
+    seq_lens, query_lens, ranges, items = build(
+        requests, kv_heads=kv_heads, row_blocks=row_blocks, block_n=block_n, window=window,
+        workgroups=workgroups, min_tiles=min_tiles,
+    )  # fmt: skip
+    listed = {}
+    loads = []
+    slots = set()
+    for workgroup, (first, count) in enumerate(ranges):
+        own = items[first : first + count]
+        loads.append(int((own[:, TILE_END] - own[:, TILE_BEGIN]).sum()))
+        for item in own:
+            unit = (item[REQUEST], item[KV_HEAD], item[ROW_BLOCK])
+            assert item[FIRST_WORKGROUP] + item[SPLIT] == workgroup
+            if item[SPLITS] > 1:
+                slot = partial_slot(item[SPLIT], item[FIRST_WORKGROUP])
+                assert slot not in slots and slot < 2 * workgroups
+                slots.add(slot)
+            listed.setdefault(unit, []).append(item)
+    active = [r for r in range(len(requests)) if query_lens[r] > 0]
+    assert set(listed) == {(r, h, b) for r in active for h in range(kv_heads) for b in range(row_blocks)}
+    for (request, _, _), parts in listed.items():
+        assert [part[SPLIT] for part in parts] == list(range(len(parts)))
+        assert all(part[SPLITS] == len(parts) for part in parts)
+        low = max(seq_lens[request] - query_lens[request] - window, 0) // block_n if window >= 0 else 0
+        edges = [parts[0][TILE_BEGIN], *(part[TILE_END] for part in parts)]
+        assert edges[0] == low and edges[-1] == max(-(-seq_lens[request] // block_n), low + 1)
+        assert edges[1:-1] == [part[TILE_BEGIN] for part in parts[1:]] and edges == sorted(edges)
+    used = [load for load in loads if load]
+    if used:
+        assert max(used) - min(used) <= 1
+        assert len(used) == workgroups or max(used) <= min_tiles
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_device_form_equals_host_form(seed, device):
+    from numa_attention.decode.work_list_device import build_on_device
+
+    random = np.random.default_rng(seed)
+    requests = int(random.integers(1, 9))
+    query_lens = random.integers(0, 9, requests)
+    seq_lens = np.maximum(random.integers(0, 3000, requests), query_lens)
+    kv_heads, row_blocks, workgroups = (
+        int(random.integers(1, 9)),
+        int(random.integers(1, 3)),
+        int(random.integers(1, 40)),
+    )
+    options = {
+        "kv_heads": kv_heads,
+        "row_blocks": row_blocks,
+        "block_n": 64,
+        "window": [-1, 100][seed % 2],
+        "min_tiles": 1 + seed % 3,
+    }
+    expected_ranges, expected_items = build_on_host(seq_lens, query_lens, workgroups=workgroups, **options)
+    ranges = torch.full((workgroups, 2), -7, dtype=torch.int32, device=device)
+    items = torch.full(
+        (capacity(16, kv_heads, row_blocks, workgroups), 8), -7, dtype=torch.int32, device=device
+    )
+    starts = torch.tensor([0, *query_lens.cumsum()], dtype=torch.int32, device=device)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    build_on_device(lengths, starts, ranges, items, num_requests=requests, max_requests=16, **options)
+    ranges, items = ranges.cpu().numpy(), items.cpu().numpy()
+    assert (ranges[:, 1] == expected_ranges[:, 1]).all()
+    for (first, count), (expected_first, _) in zip(ranges, expected_ranges, strict=True):
+        assert (items[first : first + count] == expected_items[expected_first : expected_first + count]).all()
+
+
+def long_case(device):
+    return make_paged_case([1, 1, 1], [40, 900, 333], q_heads=4, kv_heads=2, device=device)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_units_are_split_merged_in_one_launch_and_leave_the_counters_at_zero(kernels, device):
+    case = long_case(device)
+    planner = make_planner(case, kernels=kernels)
+    schedule = planner.plan(step_of(case, 3))
+    items = schedule.decode.items.cpu().numpy()
+    ranges = schedule.decode.ranges.cpu().numpy()
+    splits = [items[i, SPLITS] for first, count in ranges for i in range(first, first + count)]
+    assert max(splits) > 1
+    first, _ = run(case, schedule, scale=0.125)
+    assert not schedule.decode.arrivals.any()
+    # the counters that a launch leaves behind serve the next one, and the merge order is fixed
+    second, _ = run(case, schedule, scale=0.125)
+    assert torch.equal(first, second)
+
+
+def test_more_parts_than_one_merge_takes(device):
+    """1 unit over 40 workgroups: 3 groups of up to 16 parts, then their results."""
+    from tests.kernel_step import check, test_topology
+
+    case = make_paged_case([1], [2600], q_heads=4, kv_heads=1, device=device)
+    check(
+        case,
+        kernels="triton",
+        num_decodes=1,
+        planner_options={"topology": test_topology(device, workgroups=40)},
+    )
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_schedule_outlives_other_lengths(kernels, device):
+    """One planner, several steps, as a captured graph replays: the buffers stay where they are."""
+    case = long_case(device)
+    planner = make_planner(case, kernels=kernels)
+    step = step_of(case, 3)
+    before = planner.plan(step).decode.items.data_ptr()
+    wide, _ = run(case, planner.plan(step), scale=0.125)
+    short = make_paged_case([1], [5], q_heads=4, kv_heads=2, device=device, seed=3)
+    run(short, planner.plan(step_of(short, 1)), scale=0.125)
+    again, _ = run(case, planner.plan(step), scale=0.125)
+    assert torch.equal(wide, again)
+    assert planner.plan(step).decode.items.data_ptr() == before
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("field", [REQUEST, KV_HEAD, TILE_BEGIN, TILE_END])
+def test_corrupting_one_entry_changes_the_output(kernels, field, device):
+    case = long_case(device)
+    schedule = make_planner(case, kernels=kernels).plan(step_of(case, 3))
+    right, _ = run(case, schedule, scale=0.125)
+    ranges, items = schedule.decode.ranges, schedule.decode.items
+    first, count = ranges[2].tolist()
+    item = first + count - 1
+    items[item, field] = {
+        REQUEST: 1 - items[item, REQUEST].clamp(max=1),
+        KV_HEAD: 1 - items[item, KV_HEAD],
+    }.get(field, items[item, field] + (1 if field == TILE_BEGIN else -1))
+    wrong, _ = run(case, schedule, scale=0.125)
+    assert not torch.equal(right, wrong)
+
+
+def test_prefill_follows_its_tile_list(device):
+    case = make_paged_case([200], [200], device=device)
+    for kernels in ("triton", "torch"):
+        schedule = make_planner(case, kernels=kernels).plan(step_of(case, 0))
+        right, _ = run(case, schedule, scale=0.125)
+        schedule.prefill.tiles[0, 2] -= 1
+        wrong, _ = run(case, schedule, scale=0.125)
+        assert wrong.isnan().any() and not right.isnan().any()
+
+
+def test_a_step_larger_than_planned_is_refused(device):
+    case = make_paged_case([1] * 9, [5] * 9, device=device)
+    planner = make_planner(long_case(device), kernels="torch")
+    with pytest.raises(ValueError, match="9 requests exceeds max_requests=8"):
+        planner.plan(step_of(case, 9))
+    long = make_paged_case([2000], [2000], device=device)
+    with pytest.raises(ValueError, match="max_tokens"):
+        planner.plan(step_of(long, 0))

@@ -1,0 +1,135 @@
+"""The benchmark shapes and the tensors of one: paged KV in random page order, several copies beyond the L2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from numa_attention.schedule import StepBatch
+from numa_attention.shapes import LayerShape
+
+ROTATION_BYTES = 256 << 20  # more than four times the largest L2 among the GPUs this is run on
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: `batch` requests of `query_len` new tokens each, `length` cached tokens with them."""
+
+    batch: int
+    length: int
+    q_heads: int
+    kv_heads: int
+    page_size: int
+    query_len: int
+    kv_dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    window: int = -1
+
+    @property
+    def name(self) -> str:
+        return f"{self.batch}, {self.length}, {self.q_heads}/{self.kv_heads}, {self.page_size}"
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(
+            self.q_heads,
+            self.kv_heads,
+            self.head_dim,
+            self.head_dim,
+            self.dtype,
+            self.kv_dtype,
+            self.page_size,
+            self.window,
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that one call must read."""
+        tokens = self.length if self.window < 0 else min(self.length, self.window + self.query_len)
+        return 2 * self.batch * tokens * self.kv_heads * self.head_dim * self.kv_dtype.itemsize
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one causal call: 4 x head_dim x visible (query, key) pairs x query heads."""
+        pairs = self.query_len * (self.length - self.query_len) + self.query_len * (self.query_len + 1) / 2
+        return 4.0 * self.head_dim * pairs * self.q_heads * self.batch
+
+
+def decode_cases(kv_dtype: torch.dtype, query_len: int = 1) -> list[Case]:
+    """One new token a request: from wide batches to a single long request."""
+    rows = (
+        (64, 4096, 64, 8, 16),
+        (64, 16384, 64, 8, 16),
+        (64, 4096, 64, 1, 64),
+        (64, 65536, 64, 1, 64),
+        (64, 65536, 64, 2, 64),
+        (8, 16384, 64, 8, 16),
+        (1, 131072, 8, 1, 64),
+        (1, 131072, 64, 8, 64),
+        (128, 2048, 32, 8, 16),
+        (4, 8192, 128, 128, 16),
+    )
+    return [Case(*row, query_len, kv_dtype) for row in rows]
+
+
+def prefill_cases(kv_dtype: torch.dtype) -> list[Case]:
+    """Whole prompts, causal."""
+    rows = ((1, 16384, 64, 8, 16), (1, 32768, 64, 8, 64), (4, 4096, 32, 8, 16), (1, 16384, 128, 128, 64))
+    return [Case(*row, query_len=row[1], kv_dtype=kv_dtype) for row in rows]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """q and out [tokens, q_heads, head_dim] and kv [pages, 2, page, kv_heads, head_dim] a copy; one step for all."""
+
+    case: Case
+    q: list[torch.Tensor]
+    kv: list[torch.Tensor]
+    out: torch.Tensor
+    step: StepBatch
+    scales: torch.Tensor
+
+
+def make_tensors(case: Case, seed: int = 0) -> Tensors:
+    """Random tensors of one case on the current GPU; pages lie in random order."""
+    device = torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(seed)
+    copies = max(1, -(-ROTATION_BYTES // case.kv_bytes)) if case.query_len == 1 else 1
+    pages = -(-case.length // case.page_size)
+    total = case.batch * pages
+    tokens = case.batch * case.query_len
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=case.dtype)
+
+    order = torch.randperm(total, generator=generator, device=device, dtype=torch.int32)
+    starts = torch.arange(case.batch + 1, dtype=torch.int32) * case.query_len
+    decoding = case.query_len <= 8
+    step = StepBatch(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.full((case.batch,), case.length, dtype=torch.int32, device=device),
+        block_table=order.view(case.batch, pages),
+        num_decodes=case.batch if decoding else 0,
+        num_decode_tokens=tokens if decoding else 0,
+        max_query_len=case.query_len,
+        max_seq_len=case.length,
+    )
+    kv = []
+    for _ in range(copies):
+        pages_kv = torch.empty(
+            total, 2, case.page_size, case.kv_heads, case.head_dim, device=device, dtype=case.kv_dtype
+        )
+        # page ranges at a time: random numbers of a large cache would not fit beside it
+        for part in pages_kv.split(max(1, (64 << 20) // pages_kv[0].numel())):
+            part.copy_(random(*part.shape))
+        kv.append(pages_kv)
+    return Tensors(
+        case,
+        q=[random(tokens, case.q_heads, case.head_dim) for _ in range(copies)],
+        kv=kv,
+        out=torch.empty(tokens, case.q_heads, case.head_dim, device=device, dtype=case.dtype),
+        step=step,
+        scales=torch.ones(1, device=device),
+    )
