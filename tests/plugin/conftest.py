@@ -18,3 +18,12 @@ def torch_kernels(monkeypatch):
     settings.current.cache_clear()
     yield
     settings.current.cache_clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def expected_release():
+    """test_other_releases.py says which vLLM these tests are to run on."""
+    import vllm
+
+    expected = os.environ.get("NUMA_TEST_VLLM", vllm.__version__)
+    assert vllm.__version__ == expected, f"vLLM {vllm.__version__} was imported, from {vllm.__file__}"

@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from plugin.harness import HEADS, KV_HEADS, error, rig, write_model
+from vllm_numa_backend import settings
 
 PASS_MARK = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
@@ -31,6 +32,33 @@ def test_prefill_then_decode_then_both(model, dtype, heads_first):
         # a decode, a chunk over a cached prefix and a first chunk
         check(r.step([a, b, c], [1, 30, 100]), dtype)
         check(r.step([c, b, a], [1, 1, 1]), dtype)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "interpret"])
+def test_the_chosen_kernels_run(model, monkeypatch, kernels):
+    """The same steps through torch and through the Triton kernels under the interpreter."""
+    from numa_attention.attention import ran
+
+    monkeypatch.setenv("NUMA_SWIZZLE_KERNELS", kernels)
+    settings.current.cache_clear()
+    with rig(model) as r:
+        a, b, c = r.new_request(), r.new_request(), r.new_request()
+        ran.clear()
+        check(r.step([a, b], [17, 30]))
+        check(r.step([a, b, c], [1, 1, 20]))
+        check(r.step([a, b, c], [1, 1, 1], padding=2))
+        family = {"torch": "torch", "interpret": "portable"}[kernels]
+        assert dict(ran) == {f"{family}-prefill": 4, f"{family}-decode": 4}
+
+
+@pytest.mark.parametrize("mapping", [None, "block-first", "head-first"])
+def test_the_chosen_mapping_reaches_the_schedules(model, monkeypatch, mapping):
+    monkeypatch.setenv("NUMA_SWIZZLE_MAPPING", mapping or "auto")
+    settings.current.cache_clear()
+    with rig(model) as r:
+        metadata = r.builder.build(0, r.common([r.new_request()], [9]))
+        for schedule in metadata.schedules.values():
+            assert schedule.prefill.variant.mapping == (mapping or "swizzled-head-first")
 
 
 def test_padded_decode(model):

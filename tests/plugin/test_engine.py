@@ -1,0 +1,117 @@
+"""A whole engine on a tiny Llama with random weights: every way to start it, tokens as with vLLM's own backend."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from plugin.harness import write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+# prompts of odd lengths, two of them longer than a page; more tokens than one step takes, so one is chunked
+PROMPTS = [[3 + (7 * i) % 120 for i in range(n)] for n in (1, 17, 63, 100, 40)]
+
+SCRIPT = """
+import json, sys
+
+def main():
+    from vllm import LLM, SamplingParams
+    options = json.loads(sys.argv[1])
+    prompts = json.loads(sys.argv[2])
+    llm = LLM(
+        load_format="dummy", skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=256, max_num_seqs=4,
+        max_num_batched_tokens=64, enforce_eager=True, **options,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
+    print("TOKENS", json.dumps([output.outputs[0].token_ids for output in outputs]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def generate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    model = write_model(folder / "tiny", tie_word_embeddings=True)
+    script = folder / "generate.py"
+    script.write_text(SCRIPT)
+
+    def generate(environment: dict[str, str], fails: bool = False, **options) -> tuple[list | None, str]:
+        """Tokens and the whole log of a run in a fresh process."""
+        clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "NUMA_SWIZZLE_KERNELS")}
+        arguments = [json.dumps({"model": str(model)} | options), json.dumps(PROMPTS)]
+        done = subprocess.run(
+            [sys.executable, script, *arguments],
+            env=clean | {"VLLM_CPU_CI_ENV": "1"} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert (done.returncode != 0) == fails, done.stdout
+        lines = [line for line in done.stdout.splitlines() if "TOKENS" in line]
+        tokens = json.loads(lines[-1].partition("TOKENS")[2]) if lines else None
+        return tokens, done.stdout
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def expected(generate):
+    tokens, log = generate({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, attention_backend="CPU_ATTN")
+    assert "NUMA_SWIZZLE" not in log
+    return tokens
+
+
+ONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+MANY = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+BY_VARIABLE = {"VLLM_ATTENTION_BACKEND": "NUMA_SWIZZLE"}
+BY_OPTION = {"attention_backend": "NUMA_SWIZZLE"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [
+        (ONE | BY_VARIABLE, {"fail_on_environ_validation": True}),
+        (ONE, BY_OPTION),
+        (MANY | BY_VARIABLE, {"fail_on_environ_validation": True}),
+        (MANY, BY_OPTION),
+        # workers share the cores: binding each to a NUMA node of its own needs as many nodes
+        (MANY | BY_VARIABLE | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, {"tensor_parallel_size": 2}),
+    ],
+    ids=["one-process-variable", "one-process-option", "many-variable", "many-option", "tensor-parallel-2"],
+)
+def test_tokens_as_with_cpu_attn(generate, expected, environment, options):
+    tokens, log = generate(environment, **options)
+    heads = "3/1" if "tensor_parallel_size" in options else "6/2"
+    for phase in ("prefill", "decode"):
+        assert f"NUMA_SWIZZLE {phase} of {heads} heads of 32" in log
+    assert "Unknown vLLM environment variable" not in log
+    assert tokens == expected
+
+
+def test_explicit_choice_wins_over_the_variable(generate, expected):
+    tokens, log = generate(MANY | BY_VARIABLE, attention_backend="CPU_ATTN")
+    assert "gives way" in log and "NUMA_SWIZZLE decode" not in log
+    assert tokens == expected
+
+
+def test_sliding_window_model(generate):
+    """The window of every layer comes from the model's configuration."""
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+    expected, _ = generate(ONE, attention_backend="CPU_ATTN", hf_overrides=mistral)
+    tokens, log = generate(ONE, attention_backend="NUMA_SWIZZLE", hf_overrides=mistral)
+    assert "window 19" in log
+    assert tokens == expected
+
+
+def test_wrong_setting_is_one_sentence(generate):
+    tokens, log = generate(ONE | BY_VARIABLE | {"NUMA_SWIZZLE_KERNELS": "triton"}, fails=True)
+    assert tokens is None
+    assert log.rstrip().splitlines()[-1].endswith("unset it, or set it to torch or interpret.")

@@ -1,0 +1,154 @@
+"""What the backend refuses, and that it says why."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
+
+from plugin.harness import HEAD_DIM, HEADS, KV_HEADS, rig, write_model
+from vllm_numa_backend.backend import NumaSwizzleBackend
+from vllm_numa_backend.impl import NumaSwizzleImpl
+
+PLAIN = dict(
+    head_size=128,
+    dtype=torch.bfloat16,
+    kv_cache_dtype="auto",
+    block_size=16,
+    use_mla=False,
+    has_sink=False,
+    use_sparse=False,
+    use_mm_prefix=False,
+    use_per_head_quant_scales=False,
+    device_capability=None,
+    attn_type=AttentionType.DECODER,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+def reasons(**changes) -> list[str]:
+    unknown = set(changes) - set(inspect.signature(AttentionBackend.validate_configuration).parameters)
+    if unknown:
+        pytest.skip(f"this vLLM does not ask about {unknown}")
+    return NumaSwizzleBackend.validate_configuration(**(PLAIN | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"head_size": 8},
+        {"head_size": 56},
+        {"head_size": 256},
+        {"dtype": torch.float32},
+        {"dtype": torch.float16},
+        {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": None},
+        {"block_size": None},
+        {"block_size": 528},
+        {"has_sink": True},
+        {"has_sliding_window": True},
+        {"use_kv_connector": True},
+    ],
+    ids=str,
+)
+def test_supported(changes):
+    assert reasons(**changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_size": 100}, "head_size 100 is not a multiple of 8"),
+        ({"head_size": 512}, "head_size 512 is above 256"),
+        ({"dtype": torch.float64}, "dtype float64 is not one of float16, bfloat16, float32"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 is not one of auto, float16, bfloat16"),
+        ({"block_size": 8}, "block_size 8 is not a multiple of 16"),
+        ({"use_mla": True}, "multi-head latent attention (MLA) is not supported"),
+        ({"use_sparse": True}, "sparse attention is not supported"),
+        ({"use_mm_prefix": True}, "full attention inside images"),
+        ({"use_per_head_quant_scales": True}, "KV cache scales per head are not supported"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"),
+        ({"use_non_causal": True}, "non-causal attention is not supported"),
+        ({"use_batch_invariant": True}, "VLLM_BATCH_INVARIANT is not supported"),
+        ({"use_pcp": True}, "prefill context parallelism is not supported"),
+        ({"use_dcp": True}, "decode context parallelism is not supported"),
+        ({"use_rswa": True}, "R-SWA"),
+        ({"use_adaptive_verification": True}, "adaptive verification"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_refused_with_the_reason(changes, reason):
+    (given,) = reasons(**changes)
+    assert given.startswith(reason) or reason in given
+
+
+def test_every_reason_is_named():
+    given = reasons(head_size=100, dtype=torch.float64, use_mm_prefix=True)
+    assert [reason.split()[0] for reason in given] == ["head_size", "dtype", "full"]
+
+
+def test_wrong_setting_is_a_reason(monkeypatch):
+    from vllm_numa_backend import settings
+
+    monkeypatch.setenv("NUMA_SWIZZLE_MAPPING", "diagonal")
+    settings.current.cache_clear()
+    (given,) = reasons()
+    assert "NUMA_SWIZZLE_MAPPING=diagonal" in given
+
+
+def test_vllm_raises_every_reason(model):
+    with pytest.raises(ValueError, match="head_size 100 is not a multiple of 8"), rig(model, head_dim=100):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_type": AttentionType.ENCODER_DECODER}, "decoder self-attention only"),
+        ({"use_alibi_sqrt": True}, "use_alibi_sqrt=True"),
+        ({"chunk_lookback": 1}, "chunk_lookback=1"),
+        ({"block_m": 64}, "block_m=64"),
+    ],
+    ids=str,
+)
+def test_layer_options_that_change_the_result(options, message):
+    with pytest.raises(NotImplementedError, match=message):
+        NumaSwizzleImpl(HEADS, HEAD_DIM, 1.0, KV_HEADS, **options)
+
+
+def test_layer_options_that_are_off():
+    impl = NumaSwizzleImpl(
+        HEADS,
+        HEAD_DIM,
+        1.0,
+        KV_HEADS,
+        sliding_window=1,
+        use_alibi_sqrt=False,
+        chunk_lookback=-1,
+        later_option=None,
+    )
+    assert impl.window == 0
+
+
+def test_wrong_number_of_sinks():
+    with pytest.raises(ValueError, match="one sink per query head"):
+        NumaSwizzleImpl(HEADS, HEAD_DIM, 1.0, KV_HEADS, sinks=torch.zeros(HEADS + 1))
+
+
+def test_graphs_only_with_compiled_kernels(monkeypatch):
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from vllm_numa_backend import settings
+
+    builder = NumaSwizzleBackend.get_builder_cls()
+    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
+    monkeypatch.setenv("NUMA_SWIZZLE_KERNELS", "triton")
+    settings.current.cache_clear()
+    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
