@@ -178,6 +178,7 @@ def write_tiles(
     *,
     uniform: bool = False,
     longest_first: bool = False,
+    most_requests: int = 0,
 ) -> None:
     """Fills `out` with the tiles of workgroups 0, 1, ... and never reads device memory on the host.
 
@@ -186,6 +187,7 @@ def write_tiles(
     blocks: query blocks of every request, or int32 [batch + 1], contiguous, on the device of `out`: the query
         blocks before each request, from 0 to their sum.
     uniform: with a prefix, that all requests have the same number of blocks; see `mapping.tiles`.
+    most_requests: the largest batch to come, for which one compiled kernel then serves; 0 for this batch.
 
     Raises ValueError on an unknown mapping, on counts that `mapping.tiles` refuses, on too few rows where the
     host knows their number, and on tensors of another shape, dtype, layout or device.
@@ -212,7 +214,7 @@ def write_tiles(
             )
     if rows == 0:
         return
-    requests = triton.next_power_of_2(batch)
+    requests = triton.next_power_of_2(max(batch, most_requests))
     row_count = MAX_ROWS_PER_PROGRAM
     if prefix is not None and not uniform:
         row_count = max(1, min(row_count, COMPARISONS_PER_PROGRAM // requests))

@@ -88,7 +88,7 @@ def decode(
     block_n, block_m = plan.variant.block_n, plan.variant.block_m
     ranges, items = plan.ranges.numpy(), plan.items.numpy()
     parts: dict[int, tuple] = {}
-    for workgroup, (first, count) in enumerate(ranges):
+    for first, count in ranges.tolist():
         for index in range(first, first + count):
             request, kv_head, row_block, begin, end, split, splits, first_workgroup = items[index].tolist()
             tokens, heads, position = layer.rows(request, kv_head, row_block, block_m)
@@ -102,7 +102,7 @@ def decode(
             # logical workgroups run in order here, so the last split is the last to arrive
             if split == splits - 1:
                 slots = [partial_slot(part, first_workgroup) for part in range(splits)]
-                outputs, lses = zip(*(parts.pop(slot) for slot in slots))
+                outputs, lses = zip(*(parts.pop(slot) for slot in slots), strict=True)
                 layer.write(tokens, heads, *merge_states(torch.stack(outputs), torch.stack(lses)))
 
 

@@ -12,7 +12,7 @@ definition in numpy):
 - items int32 [capacity, 8]: request, KV head, row block, first tile, end tile, split, splits of the unit, first
   workgroup of the unit. Item u + w is workgroup w's part of unit u, so positions need no counting; others are unused.
 
-Tile t of a request covers KV tokens [t * block_n, (t + 1) * block_n). Tiles left of every query's window are not listed.
+Tile t of a request covers KV tokens [t * block_n, (t + 1) * block_n). Tiles left of every query's window are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def capacity(max_requests: int, kv_heads: int, row_blocks: int, workgroups: int)
 
 
 def partial_slot(split: int, first_workgroup: int) -> int:
-    """Where a split's partial result is kept: a workgroup has at most two, of the unit it ends and the one it begins."""
+    """Where a split's part is kept: a workgroup has at most two, of the unit it ends and of the unit it begins."""
     return 2 * (first_workgroup + split) + (split == 0)
 
 

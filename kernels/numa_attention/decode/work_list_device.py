@@ -9,7 +9,7 @@ from numa_attention.jit import kernel
 from numa_attention.variants import next_power_of_2
 
 
-@kernel
+@kernel(do_not_specialize=["num_requests"])
 def work_list_kernel(
     seq_lens,  # int32 [R]
     query_start_loc,  # int32 [R + 1]

@@ -17,7 +17,7 @@ from numa_attention.variants import next_power_of_2
 from numa_attention.walk import walk
 
 
-@kernel
+@kernel(do_not_specialize=["first_request"])
 def prefill_kernel(
     q,  # [tokens, q_heads, head_dim]
     k_pages,  # [page, token, kv_head, head_dim]

@@ -53,9 +53,9 @@ def build_on_device(
 
     first_request: the first prefilling request, which the tiles call 0.
     blocks: the query blocks of each request as the host knows them; they decide only the shape of the launch.
-    prefix: int32 scratch of at least R + 1 elements.
+    prefix: int32 scratch, one element more than the most requests of any step.
     """
-    requests = len(blocks)
+    requests, most_requests = len(blocks), len(prefix) - 1
     prefix = prefix[: requests + 1]
     block_prefix_kernel[(1,)](
         query_start_loc,
@@ -64,7 +64,7 @@ def build_on_device(
         requests,
         GROUP=group,
         BLOCK_M=variant.block_m,
-        BLOCK_R=next_power_of_2(requests),
+        BLOCK_R=next_power_of_2(most_requests),
     )
     write_tiles(
         tiles,
@@ -76,4 +76,5 @@ def build_on_device(
         variant.domains,
         uniform=bool((blocks == blocks[0]).all()),
         longest_first=longest_first,
+        most_requests=most_requests,
     )
