@@ -136,7 +136,8 @@ STEPS: list[Callable[[], None]] = [step_venv, step_torch, step_vllm, step_vllm_c
 def main() -> None:
     if sys.version_info[:2] != (3, 11):
         sys.exit(
-            f"vLLM's CPU build is published for Python 3.11; this is {sys.version.split()[0]}. Run: make PYTHON=python3.11"
+            f"vLLM's CPU build is published for Python 3.11; this is {sys.version.split()[0]}. "
+            "Run: make PYTHON=/path/to/python3.11"
         )
     started = time.monotonic()
     print(f"Setting up {VENV.name} (about 3.5 GB; a few minutes)", flush=True)

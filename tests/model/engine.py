@@ -58,6 +58,9 @@ def run_engine(job: Job) -> Outcome:
     environment |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        # on a busy machine the threads of small products spend their time waiting for each other
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(job.multiprocess)),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import AttentionMaskInterface
+
 from numa_attention.attention import attend
 from numa_attention.kv_cache import write_pages
 from numa_attention.schedule import Planner, Schedule, StepBatch
 from numa_attention.shapes import LayerShape
-from transformers import AttentionInterface, AutoModelForCausalLM
-from transformers.cache_utils import DynamicCache
-from transformers.masking_utils import AttentionMaskInterface
 
 _instances = itertools.count()
 
@@ -37,7 +38,9 @@ class HuggingFaceModel:
         device: torch.device | str = "cpu",
     ) -> None:
         self.device = torch.device(device)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=implementation)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=implementation
+        )
         self.model.to(self.device).eval()
         self.reset()
 
@@ -90,7 +93,9 @@ class PagedModel:
         AttentionInterface.register(implementation, self._attention)
         # causality and padding are the schedule's business: no mask is built
         AttentionMaskInterface.register(implementation, lambda *_, **__: None)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=implementation)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=implementation
+        )
         self.model.to(self.device).eval()
 
         config = self.model.config
@@ -156,7 +161,9 @@ class PagedModel:
         pages = self.block_table.long()[:, positions // self.page_size]
         self.slots = (pages * self.page_size + positions % self.page_size).flatten()
 
-    def _attention(self, module, query, key, value, attention_mask, scaling, **_) -> tuple[torch.Tensor, None]:
+    def _attention(
+        self, module, query, key, value, attention_mask, scaling, **_
+    ) -> tuple[torch.Tensor, None]:
         """One layer, as transformers calls it: query, key, value [sequences, heads, n, head_dim], new tokens only."""
         k_pages, v_pages = self.cache[module.layer_idx]
         query, key, value = (rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (query, key, value))

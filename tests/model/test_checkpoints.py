@@ -26,7 +26,9 @@ def expected_logits(base_model, text):
     return HuggingFaceModel(base_model).step(text)
 
 
-@pytest.mark.parametrize("heads", TWINS, ids=lambda heads: f"{heads.q_heads}-{heads.kv_heads}-{heads.head_dim}")
+@pytest.mark.parametrize(
+    "heads", TWINS, ids=lambda heads: f"{heads.q_heads}-{heads.kv_heads}-{heads.head_dim}"
+)
 def test_twin_gives_the_same_logits(heads, twin_model, text, expected_logits):
     folder = twin_model(heads)
     config = json.loads((folder / "config.json").read_text())

@@ -159,7 +159,7 @@ def chat(url: str, question: str, max_tokens: int) -> Iterator[dict]:
 
 def what_ran(log: str) -> dict[str, str]:
     """{"prefill": ..., "decode": ...}: the kernel variants the plugin says it launched."""
-    return dict(re.findall(rf"{BACKEND} ({'|'.join(PHASES)}): (.+)", log))
+    return dict(re.findall(rf"{BACKEND} ({'|'.join(PHASES)}) of [^:]*: (.+)", log))
 
 
 def report(console: Console, server: Server, backend: str, reply: Reply) -> None:
@@ -180,8 +180,20 @@ def report(console: Console, server: Server, backend: str, reply: Reply) -> None
 
 
 def fail(server: Server, message: str) -> None:
-    """Show the end of the server's log and end with a sentence."""
-    tail = server.log_lines()[-LOG_LINES_ON_FAILURE:]
+    """Show the end of the server's log and end with a sentence, which names the first error in it."""
+    lines = server.log_lines()
     errors = Console(stderr=True, highlight=False)
-    errors.print("\n".join(tail), markup=False, style="dim", soft_wrap=True)
-    raise UserError(f"{message}; the end of its log is above, all of it is {server.log_path}")
+    errors.print("\n".join(lines[-LOG_LINES_ON_FAILURE:]), markup=False, style="dim", soft_wrap=True)
+    cause = first_error(lines)
+    why = f": {cause.rstrip('.')}." if cause else "."
+    raise UserError(f"{message}{why} The end of its log is above, all of it is {server.log_path}")
+
+
+def first_error(lines: list[str]) -> str | None:
+    """The first exception of a server's log, which is the cause of the later ones."""
+    for line in lines:
+        if found := re.match(
+            r"(?:\([^)]*\) )?(?:ERROR \S+ \S+ \[[^]]*\] )?(\w+(?:Error|Exception): .+)", line
+        ):
+            return found[1]
+    return None

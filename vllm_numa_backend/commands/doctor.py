@@ -198,6 +198,7 @@ def check_aiter(report: Report) -> None:
 def find_device(report: Report, name: str | None) -> Topology:
     """The device at hand, or the named one."""
     import torch
+
     from numa_attention import topology
 
     if name is not None:
@@ -220,6 +221,7 @@ def find_device(report: Report, name: str | None) -> Topology:
 def choose(report: Report, device: Topology, chosen: settings.Settings | None, pretended: bool) -> None:
     """What the dispatcher takes for the example shapes."""
     import torch
+
     from numa_attention.jit import resolve
     from numa_attention.shapes import LayerShape
     from numa_attention.variants import choose_decode, choose_prefill

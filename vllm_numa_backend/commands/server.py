@@ -33,8 +33,8 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self._command = command
         self._environment = environment
-        self._log_file = tempfile.NamedTemporaryFile(prefix="numa-swizzle-", suffix=".log", delete=False)
-        self.log_path = Path(self._log_file.name)
+        self._log, path = tempfile.mkstemp(prefix="numa-swizzle-", suffix=".log")
+        self.log_path = Path(path)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -42,7 +42,7 @@ class Server:
             self._command,
             env=os.environ | self._environment,
             stdin=subprocess.DEVNULL,
-            stdout=self._log_file,
+            stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -50,7 +50,7 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        self._log_file.close()
+        os.close(self._log)
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
