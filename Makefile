@@ -7,9 +7,11 @@ PYTHON ?= python3.11
 VENV := .venv
 READY := $(VENV)/.ready
 MODEL := models/smollm2-135m
+# more arguments for pytest, as in: make test PYTEST_ARGS="-k decode"
+PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format doctor clean
+.PHONY: help demo test releases test-fast lint format doctor clean
 
 help:
 	@echo "make demo       serve SmolLM2-135M with NUMA_SWIZZLE and ask it a question"
@@ -30,11 +32,15 @@ $(MODEL)/config.json: | $(READY)
 demo: $(READY) $(MODEL)/config.json
 	@$(VENV)/bin/numa-swizzle demo $(MODEL)
 
-test: $(READY) $(MODEL)/config.json
-	@$(VENV)/bin/python -m pytest
+# NUMA_TEST_ALL_RELEASES: a release that is not there fails its tests instead of skipping them
+test: $(READY) $(MODEL)/config.json releases
+	@NUMA_TEST_ALL_RELEASES=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+releases: $(READY)
+	@$(PYTHON) tools/environment.py releases
 
 test-fast: $(READY)
-	@$(VENV)/bin/python -m pytest -m "not model"
+	@$(VENV)/bin/python -m pytest -m "not model" $(PYTEST_ARGS)
 
 lint: $(READY)
 	@$(VENV)/bin/ruff check .

