@@ -1,0 +1,228 @@
+"""The numa-swizzle command: what a user sees when something is wrong, and what programs read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import numa_attention
+import vllm_numa_backend
+from vllm_numa_backend import settings
+from vllm_numa_backend.commands import demo, doctor, installed
+from vllm_numa_backend.commands.server import Server, ServerFailed, free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+# the kernels' own tests set these
+CLEAN = {
+    name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "NUMA_SWIZZLE_"))
+}
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vllm_numa_backend.cli", *arguments]
+    return subprocess.run(
+        command, env=CLEAN | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def assert_one_sentence(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+def test_version_is_one():
+    assert run("--version").stdout.strip() == numa_attention.__version__ == vllm_numa_backend.VERSION
+
+
+def test_demo_without_a_model_folder(tmp_path):
+    assert_one_sentence(run("demo", str(tmp_path / "none")), "no model folder", "numa-swizzle checkpoint")
+
+
+def test_unknown_device():
+    assert_one_sentence(run("doctor", "--device", "MI9000"), "MI9000", "MI300X", "gfx942")
+
+
+def test_checkpoint_of_an_impossible_shape(tmp_path):
+    assert_one_sentence(run("checkpoint", str(tmp_path / "model"), "--head-dim", "100"), "head_dim 100")
+
+
+def test_checkpoint_into_a_folder_in_use(tmp_path):
+    assert_one_sentence(run("checkpoint", str(tmp_path)), "exists already", "--overwrite")
+
+
+def test_doctor_explains_another_device():
+    result = run("doctor", "--device", "MI300X", "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads(result.stdout)
+    assert report["device"]["generation"] == "gfx942"
+    assert report["device"]["domains"] == 8
+    assert report["kernels"] == "triton"
+    assert len(report["choices"]) == len(doctor.EXAMPLE_SHAPES)
+    assert all("over 8 domains" in choice["prefill"] for choice in report["choices"])
+    assert report["packages"]["vllm"]
+    assert report["problems"] == []
+
+
+def test_doctor_names_a_wrong_setting_once():
+    result = run("doctor", "--json", NUMA_SWIZZLE_MAPPING="sideways")
+    assert result.returncode == 1
+    problems = json.loads(result.stdout)["problems"]
+    assert len(problems) == 1
+    assert "NUMA_SWIZZLE_MAPPING=sideways" in problems[0]
+
+
+def test_doctor_notices_that_vllm_skips_the_plugin(monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    report = doctor.Report()
+    doctor.check_plugin(report)
+    assert ["VLLM_PLUGINS=another" in problem for problem in report.problems] == [True]
+
+
+@pytest.mark.parametrize(("version", "wrong"), [("3.5.1", True), ("3.6.0", False), ("3.10.0+git1", False)])
+def test_doctor_knows_the_oldest_triton(version, wrong):
+    report = doctor.Report(packages={"triton": version})
+    doctor.check_triton(report)
+    assert bool(report.problems) == wrong
+
+
+@pytest.mark.parametrize("on_rocm", [True, False])
+def test_doctor_tells_the_two_aiters_apart(on_rocm, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.version, "hip", "7.0" if on_rocm else None)
+    monkeypatch.setattr(installed, "version_of", {"aiter": "0.13.20191203"}.get)
+    report = doctor.Report(packages={"amd-aiter": None})
+    doctor.check_aiter(report)
+    found = report.problems if on_rocm else report.notes
+    assert any("asynchronous iterators" in message and "amd-aiter" in message for message in found)
+    assert bool(report.problems) == on_rocm
+
+
+def test_missing_vllm_and_torch_are_named(monkeypatch):
+    monkeypatch.setattr(installed, "version_of", lambda distribution: None)
+    report = doctor.examine(None)
+    text = " ".join(report.problems)
+    assert "vLLM is not installed" in text
+    assert "torch is not installed" in text
+
+
+def test_what_ran_is_read_from_the_log():
+    log = (
+        "(Worker pid=1) INFO [metadata.py:154] NUMA_SWIZZLE prefill of 9/3 heads of 64: variant a, tile 1\n"
+        "(Worker pid=1) INFO [metadata.py:154] NUMA_SWIZZLE decode of 9/3 heads of 64: variant b\n"
+    )
+    assert demo.what_ran(log) == {"prefill": "variant a, tile 1", "decode": "variant b"}
+    assert demo.what_ran("NUMA_SWIZZLE is available") == {}
+
+
+def test_first_error_is_the_cause():
+    lines = [
+        "INFO 11-30 10:00:00 [a.py:1] errors such as `OSError: [Errno 24]` may follow",
+        "(Worker pid=11081) ERROR 11-30 18:03:21 [executor.py:953] ModuleNotFoundError: No module named 'x'",
+        "RuntimeError: Engine core initialization failed.",
+    ]
+    assert demo.first_error(lines) == "ModuleNotFoundError: No module named 'x'"
+    assert demo.first_error(lines[:1]) is None
+
+
+# A stand-in for `vllm serve`: it ignores the polite signal, has a child in its group, and writes both process ids.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(os.getpid(), child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    # a zombie of a stranger is as good as gone
+    return Path(f"/proc/{process}/stat").read_text().split(")")[-1].split()[0] != "Z"
+
+
+def started_processes(server: Server) -> list[int]:
+    deadline = time.monotonic() + 30
+    while not server.log().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return [int(number) for number in server.log().split()]
+
+
+def test_no_process_outlives_its_server(monkeypatch):
+    monkeypatch.setattr("vllm_numa_backend.commands.server.STOP_PATIENCE_S", 1.0)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Server([sys.executable, "-c", STUBBORN], {}, free_port()) as server,
+    ):
+        processes = started_processes(server)
+        assert all(map(alive, processes))
+        raise KeyboardInterrupt
+    assert len(processes) == 2
+    assert not any(map(alive, processes))
+    server.log_path.unlink()
+
+
+def test_a_server_that_dies_is_reported_at_once():
+    dying = Server([sys.executable, "-c", "raise SystemExit(3)"], {}, free_port())
+    with dying as server, pytest.raises(ServerFailed, match="exit code 3"):
+        server.wait_until_ready(60, lambda elapsed: None)
+    server.log_path.unlink()
+
+
+def test_a_server_that_never_answers_is_given_up():
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with Server(sleeper, {}, free_port()) as server, pytest.raises(ServerFailed, match="not ready after 1 s"):
+        server.wait_until_ready(1, lambda elapsed: None)
+    server.log_path.unlink()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
+def test_demo_stops_its_server_when_interrupted(number, tmp_path):
+    """`vllm` is a stand-in here, found because it lies beside a Python of its own."""
+    (tmp_path / "config.json").write_text("{}")
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    vllm = bin_folder / "vllm"
+    vllm.write_text(f"#!{sys.executable}\n{STUBBORN.replace('signal.SIG_IGN', 'signal.SIG_DFL')}")
+    vllm.chmod(0o755)
+    code = (
+        f"import sys; sys.executable = {str(bin_folder / 'python')!r}\n"
+        f"sys.argv = ['numa-swizzle', 'demo', {str(tmp_path)!r}]\n"
+        "from vllm_numa_backend.cli import main; main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env=CLEAN, stdout=subprocess.PIPE, text=True)
+    first_line = process.stdout.readline()
+    log = Path(re.search(r"log: (.+)\)", first_line)[1])
+    deadline = time.monotonic() + 30
+    while not log.read_text().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    servers = [int(word) for word in log.read_text().split()]
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopping the server" in rest
+    assert not any(map(alive, servers))
+
+
+def test_readme_lists_every_setting_and_value():
+    readme = (ROOT / "README.md").read_text()
+    for row in settings.TABLE:
+        (line,) = [line for line in readme.splitlines() if line.startswith(f"| `{row.variable}`")]
+        for value in row.allowed:
+            assert f"`{value}`" in line
