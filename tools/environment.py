@@ -40,8 +40,10 @@ HEARTBEAT_S = 30  # between signs of life where the output is not a terminal
 
 
 def last_log_line() -> str:
+    """What pip is at, warnings aside."""
     lines = LOG.read_text(errors="replace").splitlines() if LOG.exists() else []
-    return lines[-1].strip() if lines else ""
+    news = [line.strip() for line in lines if line.strip() and not line.startswith("WARNING")]
+    return news[-1] if news else ""
 
 
 def report_progress(title: str, started: float, next_heartbeat: float) -> float:
