@@ -71,12 +71,7 @@ def make_checkpoint(
     ``source`` is a folder this function made before; without it the GGUF file is converted. The folder appears whole
     or not at all. Raises CheckpointError for an impossible shape, a missing source or a destination in use.
     """
-    if dtype not in DTYPES:
-        raise CheckpointError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
-    check_twin(SOURCE_HEADS, heads)
-    if destination.exists() and not overwrite:
-        raise CheckpointError(f"{destination} exists already; pass --overwrite to replace it.")
-
+    check_request(destination, heads, dtype, overwrite)
     checkpoint = read_folder(source) if source else read_gguf(source_file())
     if checkpoint.heads != heads:
         checkpoint = twin(checkpoint, heads)
@@ -87,6 +82,15 @@ def make_checkpoint(
     if destination.exists():
         shutil.rmtree(destination)
     partial.rename(destination)
+
+
+def check_request(destination: Path, heads: Heads, dtype: str, overwrite: bool) -> None:
+    """Raise CheckpointError where make_checkpoint would refuse at once."""
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
+    check_twin(SOURCE_HEADS, heads)
+    if destination.exists() and not overwrite:
+        raise CheckpointError(f"{destination} exists already; pass --overwrite to replace it.")
 
 
 def source_file() -> Path:

@@ -37,7 +37,11 @@ def checkpoint(
     heads = checkpoints.Heads(q_heads, kv_heads, head_dim)
     console = Console(stderr=True)
     try:
-        with console.status(f"Converting SmolLM2-135M-Instruct to {destination} (about a minute)"):
+        checkpoints.check_request(destination, heads, dtype.value, overwrite)
+        task = f"Converting SmolLM2-135M-Instruct to {destination} (about a minute)"
+        if not console.is_terminal:
+            console.print(task, highlight=False, soft_wrap=True)
+        with console.status(task):
             quieten_transformers()
             checkpoints.make_checkpoint(destination, heads, dtype.value, overwrite=overwrite)
     except checkpoints.CheckpointError as error:

@@ -26,6 +26,7 @@ QUESTION = "What is gravity? Answer in two sentences."
 LOG_LINES_ON_FAILURE = 30
 PHASES = ("prefill", "decode")
 SERVED_NAME = "demo"
+HEARTBEAT_S = 15.0  # between signs of life where the output is not a terminal
 
 
 def demo(
@@ -90,14 +91,21 @@ def server_for(model: Path, backend: str, port: int) -> Server:
 
 
 def wait(console: Console, server: Server, timeout: float) -> float:
+    """Show the time and the server's last words until it is ready. Returns the seconds it took."""
     console.print(f"starting vllm serve (log: {server.log_path})", soft_wrap=True)
-    with console.status("starting") as status:
+    next_line = HEARTBEAT_S
 
-        def show(elapsed: float) -> None:
-            lines = server.log_lines()
-            last = shorten(lines[-1], console.width - 20) if lines else ""
-            status.update(f"{elapsed:4.0f} s  [dim]{escape(last)}[/]")
+    def show(elapsed: float) -> None:
+        nonlocal next_line
+        lines = server.log_lines()
+        text = f"{elapsed:4.0f} s  {shorten(lines[-1], console.width - 20) if lines else ''}"
+        if console.is_terminal:
+            status.update(f"[dim]{escape(text)}[/]")
+        elif elapsed >= next_line:
+            console.print(text, markup=False, soft_wrap=True)
+            next_line += HEARTBEAT_S
 
+    with console.status("") as status:
         return server.wait_until_ready(timeout, show)
 
 
