@@ -1,4 +1,4 @@
-"""A whole engine on a tiny Llama with random weights: every way to start it, tokens as with vLLM's own backend."""
+"""A whole engine on a tiny Llama with random weights: every way to start it gives CPU_ATTN's tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from plugin.harness import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-# prompts of odd lengths, two of them longer than a page; more tokens than one step takes, so one is chunked
+# of odd lengths, longer than a page and than a step's 64 tokens; the last two differ in their first token only
 PROMPTS = [[3 + (7 * i) % 120 for i in range(n)] for n in (1, 17, 63, 100, 40)]
+PROMPTS.append([99, *PROMPTS[-1][1:]])
 
 SCRIPT = """
 import json, sys
@@ -24,7 +28,7 @@ def main():
     options = json.loads(sys.argv[1])
     prompts = json.loads(sys.argv[2])
     llm = LLM(
-        load_format="dummy", skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=256, max_num_seqs=4,
+        skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=256, max_num_seqs=4,
         max_num_batched_tokens=64, enforce_eager=True, **options,
     )
     sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
@@ -36,10 +40,40 @@ if __name__ == "__main__":
 """
 
 
+def write_weights(model: Path) -> None:
+    """Weights so large that a token depends on the whole sequence before it, the same for any number of ranks."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q_size, kv_size = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    layer_shapes = {
+        "self_attn.q_proj": (q_size, hidden),
+        "self_attn.k_proj": (kv_size, hidden),
+        "self_attn.v_proj": (kv_size, hidden),
+        "self_attn.o_proj": (hidden, q_size),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes = {"model.embed_tokens": (config["vocab_size"], hidden), "model.norm": (hidden,)}
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes.items()}
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        f"{name}.weight": torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator) * 2 * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    save_file(weights, model / "model.safetensors")
+
+
 @pytest.fixture(scope="module")
 def generate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
     model = write_model(folder / "tiny", tie_word_embeddings=True)
+    write_weights(model)
     script = folder / "generate.py"
     script.write_text(SCRIPT)
 
@@ -66,6 +100,9 @@ def generate(tmp_path_factory):
 def expected(generate):
     tokens, log = generate({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, attention_backend="CPU_ATTN")
     assert "NUMA_SWIZZLE" not in log
+    assert tokens[-1] != tokens[-2], (
+        "a token far back changes nothing: these weights cannot tell backends apart"
+    )
     return tokens
 
 
