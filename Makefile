@@ -9,6 +9,8 @@ READY := $(VENV)/.ready
 MODEL := models/smollm2-135m
 # more arguments for pytest, as in: make test PYTEST_ARGS="-k decode"
 PYTEST_ARGS ?=
+# test files at a time; each uses one core, and a model one or two gigabytes
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test releases test-fast lint format doctor clean
@@ -34,7 +36,7 @@ demo: $(READY) $(MODEL)/config.json
 
 # NUMA_TEST_ALL_RELEASES: a release that is not there fails its tests instead of skipping them
 test: $(READY) $(MODEL)/config.json releases
-	@NUMA_TEST_ALL_RELEASES=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	@NUMA_TEST_ALL_RELEASES=1 $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 releases: $(READY)
 	@$(PYTHON) tools/environment.py releases

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm_numa_backend.checkpoints import SOURCE_HEADS, Heads, make_checkpoint
 
@@ -19,6 +20,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.model)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread():
+    """Small products on several threads of a busy machine spend their time waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

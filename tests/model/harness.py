@@ -187,8 +187,9 @@ def teacher_forced(
     for step_len in step_lens:
         logits = model.step(tokens[:, begin : begin + step_len])
         following = tokens[:, begin + 1 : begin + step_len + 1].to(logits.device)
-        log_probs = logits[:, : following.shape[1]].log_softmax(-1)
-        scores.append(log_probs.gather(-1, following[..., None])[..., 0].cpu())
+        logits = logits[:, : following.shape[1]]
+        # as log_softmax, without a copy of the logits
+        scores.append((logits.gather(-1, following[..., None])[..., 0] - logits.logsumexp(-1)).cpu())
         begin += step_len
     return torch.cat(scores, 1)
 

@@ -14,17 +14,8 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LAYERS = 30
 # without a GPU, Triton kernels are interpreted: a few tokens only
-LENGTH = {"torch": 160, "triton": 160 if HAS_GPU else 22}
+LENGTH = {"torch": 160, "triton": 160 if HAS_GPU else 18}
 PREFILL = {"torch": 40, "triton": 40 if HAS_GPU else 14}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small products on several threads of a busy machine spend their time waiting for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
