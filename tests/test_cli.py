@@ -49,6 +49,21 @@ def test_demo_without_a_model_folder(tmp_path):
     assert_one_sentence(run("demo", str(tmp_path / "none")), "no model folder", "numa-swizzle checkpoint")
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("NUMA_SWIZZLE_MAPPING", "sideways"), ("NUMA_SWIZZLE_SPEED", "high")]
+)
+def test_demo_with_a_wrong_setting(variable, value, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert_one_sentence(run("demo", str(tmp_path), **{variable: value}), variable)
+
+
+def test_demo_without_triton_where_it_is_needed(monkeypatch):
+    monkeypatch.setenv("NUMA_SWIZZLE_KERNELS", "interpret")
+    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(demo.UserError, match="not installed"):
+        demo.check_settings()
+
+
 def test_unknown_device():
     assert_one_sentence(run("doctor", "--device", "MI9000"), "MI9000", "MI300X", "gfx942")
 

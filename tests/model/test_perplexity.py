@@ -11,6 +11,9 @@ from .engine import Job, run_engine
 from .harness import HuggingFaceModel, perplexity, teacher_forced
 from .texts import speech_tokens
 
+# sixteen thousand tokens a test, on one core
+pytestmark = pytest.mark.timeout(1500)
+
 TEXT_COUNT, TEXT_LENGTH = 8, 2048
 # SmolLM2's own shape, and twins that have larger heads, more of them, and another group
 SERVED_SHAPES = [SOURCE_HEADS, Heads(12, 4, 128), Heads(16, 4, 256)]

@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .. import NAME as BACKEND
+from .. import settings
 from . import UserError, installed
 from .server import Server, ServerFailed, free_port
 
-BACKEND = "NUMA_SWIZZLE"
 QUESTION = "What is gravity? Answer in two sentences."
 LOG_LINES_ON_FAILURE = 30
 PHASES = ("prefill", "decode")
@@ -42,6 +43,8 @@ def demo(
     """
     console = Console(highlight=False)
     check_model(model)
+    if backend == BACKEND:
+        check_settings()
     server = server_for(model, backend, free_port())
     # a plain kill or a closed terminal must stop the server as well: make them an exception like Ctrl-C
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -65,6 +68,17 @@ def check_model(model: Path) -> None:
         raise UserError(
             f"{model} is no model folder (it has no config.json); make one with: numa-swizzle checkpoint {model}"
         )
+
+
+def check_settings() -> None:
+    """Refuse at once what the server would refuse after half a minute."""
+    device_type = "cpu" if installed.vllm_is_cpu_build() else "cuda"
+    try:
+        reason = settings.why_unusable(settings.read(), device_type)
+    except settings.SettingsError as error:
+        reason = str(error)
+    if reason:
+        raise UserError(reason)
 
 
 def server_for(model: Path, backend: str, port: int) -> Server:
