@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from numa_attention.schedule import Planner, Schedule, StepBatch
 from numa_attention.shapes import LayerShape
 from vllm_numa_backend import NAME, settings
+from vllm_numa_backend.compat import backend_names_kv_shape
 
 logger = init_logger("vllm.numa_swizzle")
 _announced: set[tuple[str, LayerShape]] = set()
@@ -131,11 +132,17 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
 def layer_shape(layer: Any, kv_cache_spec: Any, default_dtype: torch.dtype) -> LayerShape:
     """What the kernels need to know of an attention layer whose cache has this spec."""
     impl = layer.impl
+    head_dim_v = getattr(layer, "head_size_v", kv_cache_spec.head_size)
+    if head_dim_v != kv_cache_spec.head_size and backend_names_kv_shape():
+        raise NotImplementedError(
+            f"{NAME} supports values of another head size ({head_dim_v}) than keys ({kv_cache_spec.head_size}) "
+            "on vLLM 0.32 and later only."
+        )
     return LayerShape(
         q_heads=impl.num_heads,
         kv_heads=kv_cache_spec.num_kv_heads,
         head_dim=kv_cache_spec.head_size,
-        head_dim_v=getattr(layer, "head_size_v", kv_cache_spec.head_size),
+        head_dim_v=head_dim_v,
         dtype=getattr(layer, "dtype", default_dtype),
         kv_dtype=impl.fp8_dtype or kv_cache_spec.dtype,
         page_size=kv_cache_spec.block_size,

@@ -203,6 +203,7 @@ def _hook_cpu_platform(platform_class: type) -> None:
         )
         if reasons:
             raise ValueError(f"{NAME} cannot run this model as configured: {'; '.join(reasons)}.")
+        logger.info("Using %s backend.", NAME)
         return BACKEND_PATH
 
     functools.update_wrapper(get_attn_backend_cls, original.__func__)

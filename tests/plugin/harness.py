@@ -94,8 +94,9 @@ class Rig:
         return torch.randn(*size, generator=self.generator).to(self.dtype)
 
     def new_request(self) -> Request:
-        empty = [self.random(0, layer.num_kv_heads, layer.head_size) for layer in self.layers]
-        return Request([], list(empty), list(empty))
+        keys = [self.random(0, layer.num_kv_heads, layer.head_size) for layer in self.layers]
+        values = [self.random(0, layer.num_kv_heads, layer.head_size_v) for layer in self.layers]
+        return Request([], keys, values)
 
     def step(
         self, requests: Sequence[Request], query_lens: Sequence[int], padding: int = 0
@@ -108,13 +109,16 @@ class Rig:
         rows = tokens + padding
         queries = [self.random(rows, layer.num_heads, layer.head_size) for layer in self.layers]
         keys = [self.random(rows, layer.num_kv_heads, layer.head_size) for layer in self.layers]
-        values = [self.random(rows, layer.num_kv_heads, layer.head_size) for layer in self.layers]
+        values = [self.random(rows, layer.num_kv_heads, layer.head_size_v) for layer in self.layers]
         common = self.common(requests, query_lens, padding)
         start = 0
         for request, query_len in zip(requests, query_lens, strict=True):
             for i in range(len(self.layers)):
-                request.keys[i] = torch.cat([request.keys[i], keys[i][start : start + query_len]])
-                request.values[i] = torch.cat([request.values[i], values[i][start : start + query_len]])
+                impl, new = self.layers[i].impl, slice(start, start + query_len)
+                stored = as_stored(keys[i][new], impl.fp8_dtype, self.layers[i]._k_scale)
+                request.keys[i] = torch.cat([request.keys[i], stored])
+                stored = as_stored(values[i][new], impl.fp8_dtype, self.layers[i]._v_scale)
+                request.values[i] = torch.cat([request.values[i], stored])
             start += query_len
         metadata = self.builder.build(0, common)
         by_layer = {layer.layer_name: metadata for layer in self.layers}
@@ -123,7 +127,7 @@ class Rig:
         with set_forward_context(by_layer, self.config, num_tokens=tokens + padding, slot_mapping=slots):
             for i, layer in enumerate(self.layers):
                 out = layer(queries[i].flatten(1), keys[i].flatten(1), values[i].flatten(1))
-                out = out.view(-1, layer.num_heads, layer.head_size)[:tokens]
+                out = out.view(-1, layer.num_heads, layer.head_size_v)[:tokens]
                 results.append((out, self.expected(i, queries[i], requests, query_lens)))
         return results
 
@@ -238,6 +242,13 @@ def rig(
         torch.set_default_dtype(before)
 
 
+def as_stored(rows: torch.Tensor, fp8_dtype: torch.dtype | None, scale: torch.Tensor) -> torch.Tensor:
+    """What a cache gives back of the rows written to it."""
+    if fp8_dtype is None:
+        return rows
+    return (rows.float() / scale).to(fp8_dtype).to(rows.dtype) * scale
+
+
 def full_spec(layer, page: int):
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -245,6 +256,7 @@ def full_spec(layer, page: int):
         block_size=page,
         num_kv_heads=layer.num_kv_heads,
         head_size=layer.head_size,
+        head_size_v=layer.head_size_v,
         dtype=layer.kv_cache_torch_dtype,
     )
 
@@ -260,11 +272,14 @@ def make_cache(layer, pages: int, page: int, heads_first: bool) -> torch.Tensor:
         assert shape == (pages, 2, page, heads, dim)
         order = (0, 1, 3, 2, 4) if heads_first else (0, 1, 2, 3, 4)
     else:
-        shape = (pages, heads, page, 2 * dim)
+        shape = (pages, heads, page, dim + layer.head_size_v)
         order = (0, 1, 2, 3) if heads_first else (0, 2, 1, 3)
     physical = [shape[axis] for axis in order]
     # another layer's page lies between any two of ours
-    memory = torch.full([physical[0], 2, *physical[1:]], torch.nan, dtype=layer.kv_cache_torch_dtype)[:, 0]
+    dtype = layer.kv_cache_torch_dtype
+    # vLLM keeps float8 as bytes; this byte is NaN in e4m3fn and in e5m2
+    nothing = 0x7F if dtype is torch.uint8 else torch.nan
+    memory = torch.full([physical[0], 2, *physical[1:]], nothing, dtype=dtype)[:, 0]
     return memory.permute([order.index(axis) for axis in range(len(shape))])
 
 
