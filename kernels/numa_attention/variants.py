@@ -69,6 +69,7 @@ DECODE_TILES = {
     ("cpu", 4): (Tile(256, 0, 64, 1, 1),),
 }
 DECODE_MAX_ROWS = 64  # a larger packed tile is cut into row blocks, each of which reads the KV again
+FOUR_WARPS_ELEMENTS = 64 * 128  # float32 elements of the accumulator that the registers of four warps hold
 DECODE_WORKGROUPS_PER_UNIT = {"nvidia": 2, "amd": 2, "cpu": 1}
 MAPPING = "swizzled-head-first"
 
@@ -120,12 +121,12 @@ def choose_decode(
     """The decode variant for a layer shape and the most query tokens a decoding request has."""
     tile = _tile(DECODE_TILES, shape, topology)
     rows = next_power_of_2(shape.group * max_decode_query)
-    if rows > 16 and family(topology) == "nvidia":
-        # the accumulator of a tall tile does not fit the registers of four warps
-        tile = replace(tile, num_warps=8)
-    elif family(topology) == "nvidia" and shape.dtype.itemsize == 2 and shape.page_size % tile.block_n:
-        # a tile that crosses pages spends instructions on addresses: fewer, wider tiles hide them
-        tile = replace(tile, block_n=2 * tile.block_n, num_stages=2)
+    if family(topology) == "nvidia":
+        if rows * shape.head_dim_v > FOUR_WARPS_ELEMENTS:
+            tile = replace(tile, num_warps=8)
+        elif rows <= MIN_DOT_ROWS and shape.dtype.itemsize == 2 and shape.page_size % tile.block_n:
+            # a tile that crosses pages spends instructions on addresses: fewer, wider tiles hide them
+            tile = replace(tile, block_n=2 * tile.block_n, num_stages=2)
     name = "portable-decode" if kernels == "triton" else "torch-decode"
     domains = topology.dispatch_domains
     workgroups = topology.compute_units * DECODE_WORKGROUPS_PER_UNIT[family(topology)]

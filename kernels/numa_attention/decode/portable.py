@@ -87,7 +87,7 @@ def load_part(
 @kernel
 def merge_parts(
     partial_acc, partial_ml, first, parts, step, first_workgroup, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, IN_FLIGHT: tl.constexpr,
 ):  # fmt: skip
     """Merge splits first, first + step, ... (`parts` of them, at most PARTS), always in this order: (m, l, acc)."""
     o_m = tl.arange(0, BLOCK_M)
@@ -101,21 +101,50 @@ def merge_parts(
     b_safe = safe_max(b_m)
     b_l = tl.sum(b_ls * tl.exp2(b_ms - b_safe[None, :]), 0)
     b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    # four parts in flight at a time: a merge waits for latency, not for bandwidth
-    for part in tl.range(0, parts, 4):
+    # several parts in flight at a time, as many as registers hold: a merge waits for latency, not for bandwidth
+    for part in tl.range(0, parts, IN_FLIGHT):
         b_0, b_w0 = load_part(
             partial_acc, partial_ml, part, parts, first, step, first_workgroup, b_safe, BLOCK_M, BLOCK_DV
         )
-        b_1, b_w1 = load_part(
-            partial_acc, partial_ml, part + 1, parts, first, step, first_workgroup, b_safe, BLOCK_M, BLOCK_DV
-        )
-        b_2, b_w2 = load_part(
-            partial_acc, partial_ml, part + 2, parts, first, step, first_workgroup, b_safe, BLOCK_M, BLOCK_DV
-        )
-        b_3, b_w3 = load_part(
-            partial_acc, partial_ml, part + 3, parts, first, step, first_workgroup, b_safe, BLOCK_M, BLOCK_DV
-        )
-        b_acc += b_0 * b_w0[:, None] + b_1 * b_w1[:, None] + b_2 * b_w2[:, None] + b_3 * b_w3[:, None]
+        if IN_FLIGHT == 4:
+            b_1, b_w1 = load_part(
+                partial_acc,
+                partial_ml,
+                part + 1,
+                parts,
+                first,
+                step,
+                first_workgroup,
+                b_safe,
+                BLOCK_M,
+                BLOCK_DV,
+            )
+            b_2, b_w2 = load_part(
+                partial_acc,
+                partial_ml,
+                part + 2,
+                parts,
+                first,
+                step,
+                first_workgroup,
+                b_safe,
+                BLOCK_M,
+                BLOCK_DV,
+            )
+            b_3, b_w3 = load_part(
+                partial_acc,
+                partial_ml,
+                part + 3,
+                parts,
+                first,
+                step,
+                first_workgroup,
+                b_safe,
+                BLOCK_M,
+                BLOCK_DV,
+            )
+            b_acc += b_1 * b_w1[:, None] + b_2 * b_w2[:, None] + b_3 * b_w3[:, None]
+        b_acc += b_0 * b_w0[:, None]
     return b_m, b_l, b_acc
 
 
@@ -171,6 +200,7 @@ def decode_kernel(
     DOMAINS: tl.constexpr,
     FAN_IN: tl.constexpr,
     PARTS: tl.constexpr,
+    IN_FLIGHT: tl.constexpr,
 ):
     # consecutive ranges belong to one domain, to which the hardware deals every DOMAINS-th workgroup
     workgroups = tl.num_programs(0)
@@ -285,6 +315,7 @@ def decode_kernel(
                     BLOCK_M,
                     BLOCK_DV,
                     PARTS,
+                    IN_FLIGHT,
                 )
                 whole = groups == 1
                 if groups > 1:
@@ -303,6 +334,7 @@ def decode_kernel(
                             BLOCK_M,
                             BLOCK_DV,
                             PARTS,
+                            IN_FLIGHT,
                         )
         if whole:
             p_out = (
@@ -313,6 +345,7 @@ def decode_kernel(
             finish(b_m, b_l, b_acc, b_sink, v_factor, p_out, p_lse, m_row, m_out, HAS_SINK, HAS_LSE)
 
 
+MERGE_REGISTERS = 16  # float32 values of one part that a thread holds where four parts are in flight
 FAN_IN = 16  # parts merged at a time: two levels then serve 256 parts with 16 + 16 reads in a row
 
 
@@ -388,6 +421,7 @@ def decode(
         DOMAINS=variant.domains if variant.mapping.startswith("swizzled") else 1,
         FAN_IN=FAN_IN,
         PARTS=max(FAN_IN, next_power_of_2(-(-variant.workgroups // FAN_IN))),
+        IN_FLIGHT=4 if variant.block_m * block_dv <= 32 * variant.num_warps * MERGE_REGISTERS else 1,
         num_warps=variant.num_warps,
         num_stages=variant.num_stages,
     )
