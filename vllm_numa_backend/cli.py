@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .commands import UserError
+from .commands.bench import bench
 from .commands.checkpoint import checkpoint
 from .commands.demo import demo
 from .commands.doctor import doctor
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 for command in (doctor, demo, checkpoint):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 def print_version(wanted: bool) -> None:

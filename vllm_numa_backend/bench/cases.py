@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from numa_attention.schedule import StepBatch
 from numa_attention.shapes import LayerShape
 
@@ -95,7 +96,7 @@ def make_tensors(case: Case, seed: int = 0) -> Tensors:
     """Random tensors of one case on the current GPU; pages lie in random order."""
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(seed)
-    copies = max(1, -(-ROTATION_BYTES // case.kv_bytes)) if case.query_len == 1 else 1
+    copies = max(1, -(-ROTATION_BYTES // case.kv_bytes)) if case.query_len <= 8 else 1
     pages = -(-case.length // case.page_size)
     total = case.batch * pages
     tokens = case.batch * case.query_len

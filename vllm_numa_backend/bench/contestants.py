@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from numa_attention import attention
-from numa_attention.schedule import Planner
 
+from numa_attention import attention
+from numa_attention.schedule import Planner, Schedule
 from vllm_numa_backend.bench.cases import Case, Tensors
 
 Call = Callable[[int], None]
@@ -18,7 +18,7 @@ def is_fp8(case: Case) -> bool:
     return case.kv_dtype.itemsize == 1
 
 
-def ours(tensors: Tensors, **planner_options) -> tuple[Call, Planner]:
+def ours(tensors: Tensors, **planner_options) -> tuple[Call, Schedule]:
     """Our backend's kernels; the step is planned once, as it is for all layers of a model."""
     case = tensors.case
     planner = Planner(
@@ -45,7 +45,7 @@ def ours(tensors: Tensors, **planner_options) -> tuple[Call, Planner]:
             v_scale=scales,
         )
 
-    return call, planner
+    return call, schedule
 
 
 def flash_attention_3(tensors: Tensors) -> Call:

@@ -1,0 +1,63 @@
+"""One row of a kernel benchmark: correctness first, then the times of all contestants."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from numa_attention import attention
+from vllm_numa_backend.bench.cases import Case, make_tensors
+from vllm_numa_backend.bench.contestants import flash_attention_3, is_fp8, ours, triton_attn
+from vllm_numa_backend.bench.timing import time_calls
+
+# ||ours - FA3|| / ||FA3||; FA3 quantises queries and probabilities where the cache is float8, we do not
+AGREEMENT = {False: 1e-2, True: 6e-2}
+
+
+class WrongResult(RuntimeError):
+    """The kernels disagree: there is nothing to time."""
+
+
+@dataclass
+class Row:
+    """Seconds a call. variant: what the schedule chose and what the launch counters saw."""
+
+    case: Case
+    variant: str
+    ours: float
+    flash_attention_3: float
+    triton_attn: float | None
+
+    def rate(self, seconds: float) -> float:
+        """TB/s of KV read for decode, TFLOP/s for prefill."""
+        return (self.case.kv_bytes if self.case.query_len <= 8 else self.case.flops) / seconds / 1e12
+
+
+def measure(case: Case, with_triton: bool = True) -> Row:
+    """Time one case. Raises WrongResult when our output and FlashAttention-3's differ or another kernel ran."""
+    tensors = make_tensors(case)
+    copies = len(tensors.kv)
+    peer = flash_attention_3(tensors)
+    tensors.out.fill_(math.nan)
+    peer(0)
+    expected = tensors.out.float()
+    call, schedule = ours(tensors)
+    variant = (schedule.decode or schedule.prefill).variant.name
+    tensors.out.fill_(math.nan)
+    attention.ran.clear()
+    call(0)
+    error = float((tensors.out.float() - expected).norm() / expected.norm())
+    if not error <= AGREEMENT[is_fp8(case)]:
+        raise WrongResult(f"{case.name}: our output is {error:.1e} away from FlashAttention-3's")
+    if dict(attention.ran) != {variant: 1}:
+        raise WrongResult(f"{case.name}: the schedule names {variant}, but {dict(attention.ran)} ran")
+    seconds = time_calls(call, copies)
+    peer_seconds = time_calls(peer, copies)
+    triton_seconds = None
+    if with_triton:
+        triton_seconds = min(time_calls(one, copies) for one in triton_attn(tensors).values())
+    del tensors
+    torch.cuda.empty_cache()
+    return Row(case, variant, seconds, peer_seconds, triton_seconds)

@@ -1,0 +1,173 @@
+"""numa-swizzle bench: our kernels beside vLLM's FlashAttention-3 and TRITON_ATTN, in one run, on this GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import UserError
+
+if TYPE_CHECKING:
+    from vllm_numa_backend.bench.rows import Row
+
+KV_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+
+bench = typer.Typer(help="Time our kernels beside vLLM's own, in one run.", no_args_is_help=True)
+
+KvDtype = Annotated[str, typer.Option(metavar="|".join(KV_DTYPES), help="How the cache is held.")]
+Rows = Annotated[str | None, typer.Option(metavar="0,2,...", help="Only these rows of the table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@bench.command()
+def decode(
+    kv_dtype: KvDtype = "bf16",
+    query_len: Annotated[int, typer.Option(min=1, max=8, help="New tokens a request.")] = 1,
+    rows: Rows = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decode over a paged cache in random page order: time, TB/s of KV read, ratios."""
+    run("decode", kv_dtype, query_len, rows, as_json)
+
+
+@bench.command()
+def prefill(kv_dtype: KvDtype = "bf16", rows: Rows = None, as_json: AsJson = False) -> None:
+    """Causal prefill of whole prompts over a paged cache: time, TFLOP/s, ratios."""
+    run("prefill", kv_dtype, 1, rows, as_json)
+
+
+def run(phase: str, kv_dtype: str, query_len: int, rows: str | None, as_json: bool) -> None:
+    """Measure the rows asked for and print them."""
+    if kv_dtype not in KV_DTYPES:
+        raise UserError(f"--kv-dtype {kv_dtype!r} is unknown: choose one of {', '.join(KV_DTYPES)}.")
+    require_gpu_and_vllm()
+    import torch
+
+    from vllm_numa_backend.bench.cases import decode_cases, prefill_cases
+    from vllm_numa_backend.bench.rows import measure
+
+    dtype = getattr(torch, KV_DTYPES[kv_dtype])
+    cases = decode_cases(dtype, query_len) if phase == "decode" else prefill_cases(dtype)
+    numbers = wanted_rows(rows, len(cases))
+    console = Console(stderr=True)
+    measured: dict[int, Row] = {}
+    for number in numbers:
+        with console.status(f"{phase} {cases[number].name} ({number})"):
+            measured[number] = measure(cases[number])
+    disturbed = disturbed_rows(phase, kv_dtype, query_len, measured)
+    if as_json:
+        typer.echo(json.dumps(as_records(measured, disturbed), indent=2))
+    else:
+        Console(highlight=False, width=160).print(as_table(phase, kv_dtype, measured, disturbed))
+    if disturbed:
+        raise UserError(
+            f"FlashAttention-3 was slower than it is on an undisturbed H200 in row {', '.join(map(str, disturbed))}: "
+            "these figures are void, run again."
+        )
+
+
+def require_gpu_and_vllm() -> None:
+    """Raise UserError where there is no Hopper GPU or no vLLM to compare with."""
+    import importlib.util
+
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip or torch.cuda.get_device_capability()[0] != 9:
+        raise UserError("bench compares with FlashAttention-3 and needs an H100 or H200; there is none here.")
+    if importlib.util.find_spec("vllm.vllm_flash_attn") is None:
+        raise UserError(
+            "bench needs vLLM's CUDA build with FlashAttention-3: install vllm beside this package."
+        )
+
+
+def wanted_rows(rows: str | None, count: int) -> list[int]:
+    """Row numbers from "0,2"; all where None."""
+    if rows is None:
+        return list(range(count))
+    try:
+        numbers = [int(word) for word in rows.split(",")]
+    except ValueError:
+        raise UserError(f"--rows {rows!r} is no list of row numbers such as 0,2.") from None
+    if not all(0 <= number < count for number in numbers):
+        raise UserError(f"--rows {rows!r} names a row that does not exist: there are 0 to {count - 1}.")
+    return numbers
+
+
+def disturbed_rows(phase: str, kv_dtype: str, query_len: int, measured: dict[int, Row]) -> list[int]:
+    """Rows in which FlashAttention-3 was clearly slower than it is on an undisturbed H200; [] on another GPU."""
+    import torch
+
+    from vllm_numa_backend.bench.h200 import is_disturbed
+
+    if query_len != 1 or "H200" not in torch.cuda.get_device_name():
+        return []
+    return [
+        number
+        for number, row in measured.items()
+        if is_disturbed(
+            phase, kv_dtype, number, row.flash_attention_3, row.case.flops / row.flash_attention_3 / 1e12
+        )
+    ]
+
+
+def as_records(measured: dict[int, Row], disturbed: list[int]) -> list[dict]:
+    """One record a row, times in microseconds."""
+    return [
+        {
+            "row": number,
+            "case": row.case.name,
+            "variant": row.variant,
+            "us": row.ours * 1e6,
+            "rate": row.rate(row.ours),
+            "flash_attention_3_us": row.flash_attention_3 * 1e6,
+            "triton_attn_us": None if row.triton_attn is None else row.triton_attn * 1e6,
+            "void": number in disturbed,
+        }
+        for number, row in measured.items()
+    ]
+
+
+def as_table(phase: str, kv_dtype: str, measured: dict[int, Row], disturbed: list[int]) -> Table:
+    """The rows with ratios (above 1: we are faster), and their geometric means."""
+    unit = "TB/s" if phase == "decode" else "TFLOP/s"
+    table = Table(title=f"{phase}, {kv_dtype} cache, head_dim 128: batch, length, q heads/kv heads, page")
+    for column in (
+        "row",
+        "case",
+        "variant",
+        "us",
+        unit,
+        "FA3 us",
+        f"FA3 {unit}",
+        "x FA3",
+        "TRITON_ATTN us",
+        "x TRITON_ATTN",
+    ):
+        table.add_column(column, justify="left" if column in ("case", "variant") else "right")
+    ratios = {"fa3": [], "triton": []}
+    for number, row in measured.items():
+        ratios["fa3"].append(row.flash_attention_3 / row.ours)
+        ratios["triton"].append((row.triton_attn or math.nan) / row.ours)
+        table.add_row(
+            f"{number}{' void' if number in disturbed else ''}",
+            row.case.name,
+            row.variant,
+            f"{row.ours * 1e6:.1f}",
+            f"{row.rate(row.ours):.2f}",
+            f"{row.flash_attention_3 * 1e6:.1f}",
+            f"{row.rate(row.flash_attention_3):.2f}",
+            f"{ratios['fa3'][-1]:.2f}",
+            f"{(row.triton_attn or math.nan) * 1e6:.1f}",
+            f"{ratios['triton'][-1]:.2f}",
+        )  # fmt: skip
+    means = {name: math.exp(sum(map(math.log, values)) / len(values)) for name, values in ratios.items()}
+    table.add_section()
+    table.add_row(
+        "", "geometric mean", "", "", "", "", "", f"{means['fa3']:.2f}", "", f"{means['triton']:.2f}"
+    )
+    return table
