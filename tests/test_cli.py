@@ -170,12 +170,13 @@ def alive(process: int) -> bool:
     return Path(f"/proc/{process}/stat").read_text().split(")")[-1].split()[0] != "Z"
 
 
-def started_processes(server: Server) -> list[int]:
+def started_processes(log: Path) -> list[int]:
+    """The process ids that the stand-in has written by now."""
     deadline = time.monotonic() + 30
-    while not server.log().strip():
+    while not log.read_text().strip():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    return [int(number) for number in server.log().split()]
+    return [int(number) for number in log.read_text().split()]
 
 
 def test_no_process_outlives_its_server(monkeypatch):
@@ -184,7 +185,7 @@ def test_no_process_outlives_its_server(monkeypatch):
         pytest.raises(KeyboardInterrupt),
         Server([sys.executable, "-c", STUBBORN], {}, free_port()) as server,
     ):
-        processes = started_processes(server)
+        processes = started_processes(server.log_path)
         assert all(map(alive, processes))
         raise KeyboardInterrupt
     assert len(processes) == 2
@@ -220,19 +221,25 @@ def test_demo_stops_its_server_when_interrupted(number, tmp_path):
         f"sys.argv = ['numa-swizzle', 'demo', {str(tmp_path)!r}]\n"
         "from vllm_numa_backend.cli import main; main()"
     )
+    # as a shell starts a background job: without SIGINT
+    inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)
     process = subprocess.Popen([sys.executable, "-c", code], env=CLEAN, stdout=subprocess.PIPE, text=True)
-    first_line = process.stdout.readline()
-    log = Path(re.search(r"log: (.+)\)", first_line)[1])
-    deadline = time.monotonic() + 30
-    while not log.read_text().strip():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    servers = [int(word) for word in log.read_text().split()]
-    process.send_signal(number)
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "stopping the server" in rest
-    assert not any(map(alive, servers))
+    signal.signal(signal.SIGINT, inherited)
+    servers: list[int] = []
+    try:
+        first_line = process.stdout.readline()
+        log = Path(re.search(r"log: (.+)\)", first_line)[1])
+        servers = started_processes(log)
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "stopping the server" in rest
+        assert not any(map(alive, servers))
+    finally:
+        process.kill()
+        for server in filter(alive, servers):
+            os.kill(server, signal.SIGKILL)
+    log.unlink()
 
 
 def test_readme_lists_every_setting_and_value():

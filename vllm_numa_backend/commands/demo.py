@@ -46,9 +46,11 @@ def demo(
     if backend == BACKEND:
         check_settings()
     server = server_for(model, backend, free_port())
-    # a plain kill or a closed terminal must stop the server as well: make them an exception like Ctrl-C
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    # a plain kill must stop the server as well: make it an exception like Ctrl-C, which a background job may ignore
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup keeps its meaning
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     with server:
         try:
             start_s = wait(console, server, timeout)
