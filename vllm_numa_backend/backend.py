@@ -11,11 +11,14 @@ from vllm_numa_backend import NAME, settings
 from vllm_numa_backend.compat import PAGE_MULTIPLE, BackendBase
 
 MAX_HEAD_DIM = 256
+FP8_CAPABILITY = 89
 
 
 class NumaSwizzleBackend(BackendBase):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2",
+    ]  # fmt: skip
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -93,11 +96,28 @@ class NumaSwizzleBackend(BackendBase):
             "non-causal attention not supported": "non-causal attention is not supported",
             "batch invariance not supported": "VLLM_BATCH_INVARIANT is not supported",
         }
-        return [words.get(reason, reason) for reason in found] + _faults_of_settings()
+        fp8 = _fault_of_fp8(kv_cache_dtype, kwargs.get("device_capability"))
+        return [words.get(reason, reason) for reason in found] + fp8 + _faults_of_settings()
 
 
 def _fault_of_head_size(head_size: int) -> str:
     return f"above {MAX_HEAD_DIM}" if head_size > MAX_HEAD_DIM else "not a multiple of 8"
+
+
+def _fault_of_fp8(kv_cache_dtype: str | None, device_capability: Any) -> list[str]:
+    """Why an FP8 cache cannot be read on this device: Triton converts e4m3 from compute capability 8.9 on."""
+    from vllm.platforms import current_platform
+
+    if (
+        kv_cache_dtype not in ("fp8", "fp8_e4m3")
+        or not current_platform.is_cuda()
+        or device_capability is None
+    ):
+        return []
+    if device_capability.to_int() >= FP8_CAPABILITY:
+        return []
+    has = device_capability.as_version_str()
+    return [f"kv_cache_dtype {kv_cache_dtype} needs compute capability 8.9, this GPU has {has}"]
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numa_attention.kv_cache import write_pages
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from numa_attention.attention import attend
+from numa_attention.kv_cache import write_pages
 from vllm_numa_backend import NAME, settings
 from vllm_numa_backend.compat import split_kv_cache
 from vllm_numa_backend.metadata import NumaSwizzleMetadata

@@ -50,6 +50,8 @@ def reasons(**changes) -> list[str]:
         {"dtype": torch.float16},
         {"kv_cache_dtype": "bfloat16"},
         {"kv_cache_dtype": None},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
         {"block_size": None},
         {"block_size": 528},
         {"has_sink": True},
@@ -68,7 +70,7 @@ def test_supported(changes):
         ({"head_size": 100}, "head_size 100 is not a multiple of 8"),
         ({"head_size": 512}, "head_size 512 is above 256"),
         ({"dtype": torch.float64}, "dtype float64 is not one of float16, bfloat16, float32"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 is not one of auto, float16, bfloat16"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype int8_per_token_head is not one of auto,"),
         ({"block_size": 8}, "block_size 8 is not a multiple of 16"),
         ({"use_mla": True}, "multi-head latent attention (MLA) is not supported"),
         ({"use_sparse": True}, "sparse attention is not supported"),
@@ -152,3 +154,15 @@ def test_graphs_only_with_compiled_kernels(monkeypatch):
     monkeypatch.setenv("NUMA_SWIZZLE_KERNELS", "triton")
     settings.current.cache_clear()
     assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_fp8_is_refused_where_triton_cannot_convert_it(monkeypatch):
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    ampere, hopper = DeviceCapability(8, 0), DeviceCapability(9, 0)
+    refused = reasons(kv_cache_dtype="fp8", device_capability=ampere)
+    assert refused == ["kv_cache_dtype fp8 needs compute capability 8.9, this GPU has 8.0"]
+    assert reasons(kv_cache_dtype="fp8", device_capability=hopper) == []
+    assert reasons(kv_cache_dtype="fp8_e5m2", device_capability=ampere) == []
