@@ -92,9 +92,12 @@ def step_venv() -> None:
 
 
 def step_torch() -> None:
-    """The CPU build of torch: from the configured index if it has one, else from PyTorch's own."""
+    """The CPU build of torch, from whatever indexes pip is set up with."""
     if not pip(TORCH, TORCH, may_fail=True):
-        raise SystemExit("pip finds no CPU build of torch: set PIP_EXTRA_INDEX_URL")
+        sys.exit(
+            f"pip finds no {TORCH}. PyTorch publishes its CPU builds on an index of its own (its installation page "
+            "names it): set PIP_EXTRA_INDEX_URL to that and run again."
+        )
 
 
 def step_vllm() -> None:
