@@ -1,0 +1,162 @@
+"""Compile the kernels for devices that are not there, and say what became of them.
+
+    python -m numa_attention.testing.offline --device gfx942 --subset
+
+Exit code 1 if a kernel spills registers or takes more LDS than the device has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import triton
+
+from numa_attention.testing.capture import TARGETS, Call, compile_call
+from numa_attention.testing.isa import MATRIX_KINDS, Resources, inspect
+from numa_attention.testing.offline_calls import all_calls, common_calls, describe
+from numa_attention.topology import pretend
+
+
+@dataclass(frozen=True)
+class Report:
+    """One kernel compiled for one generation.
+
+    tile: block_m x block_n, warps, stages; empty for kernels that have no variant. whole, main_loop: instructions of
+    each kind (see `isa`) in the kernel and in the loop over tiles that need no mask; loop_length: all its instructions.
+    """
+
+    generation: str
+    kernel: str
+    call: str
+    tile: str
+    resources: Resources
+    shared_limit: int
+    whole: dict[str, int]
+    main_loop: dict[str, int]
+    loop_length: int
+    seconds: float
+
+    def faults(self) -> list[str]:
+        """What is wrong with it; empty if nothing is."""
+        found = []
+        if self.resources.spills or self.resources.scratch:
+            found.append(
+                f"spills: {self.resources.spills}, {self.resources.scratch} bytes of scratch a thread"
+            )
+        if self.resources.shared > self.shared_limit:
+            found.append(f"needs {self.resources.shared} bytes of LDS, there are {self.shared_limit}")
+        return found
+
+
+def reports(generation: str, calls: list[tuple[Call, str]], **tile: int) -> Iterator[Report]:
+    """Compile each (call, step) for a generation. tile: fields of the variant to be replaced."""
+    topology = pretend(generation)
+    for call, step in calls:
+        start = time.perf_counter()
+        for compiled in compile_call(call, generation, step, **tile):
+            resources, code = inspect(compiled.result, topology.shared_bytes)
+            variant, loop = compiled.variant, code.main_loop() if compiled.variant else None
+            yield Report(
+                generation=generation,
+                kernel=compiled.kernel,
+                call=describe(call),
+                tile=f"{variant.block_m}x{variant.block_n} {variant.num_warps}w {variant.num_stages}s"
+                if variant
+                else "",
+                resources=resources,
+                shared_limit=topology.shared_bytes,
+                whole=dict(code.count()),
+                main_loop=dict(code.count(loop)) if loop else {},
+                loop_length=loop[1] - loop[0] if loop else 0,
+                seconds=time.perf_counter() - start,
+            )
+
+
+def _row(report: Report) -> list[str]:
+    used, loop = report.resources, report.main_loop
+    matrix = ", ".join(f"{loop[kind]} {kind}" for kind in MATRIX_KINDS if loop.get(kind))
+    return [
+        report.generation,
+        report.kernel.removesuffix("_kernel"),
+        report.call,
+        report.tile,
+        str(used.registers),
+        f"{used.spills}/{used.scratch}",
+        f"{used.shared / 1024:.1f}",
+        str(used.occupancy),
+        matrix or (f"{loop.get('fused multiply-add', 0)} fma" if loop else ""),
+        f"{loop.get('async copy', 0)}/{loop.get('wide load', 0)}" if loop else "",
+        str(report.loop_length or ""),
+        str(report.whole.get("atomic", 0)),
+    ]
+
+
+COLUMNS = (
+    "device", "kernel", "layer", "tile", "registers", "spills/scratch", "LDS KB", "waves", "matrix", "copies/loads",
+    "loop", "atomics",
+)  # fmt: skip
+
+
+def _tile(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in (part.split("=") for part in text.split(","))}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m numa_attention.testing.offline", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--device", action="append", choices=TARGETS, help="default: each of them")
+    parser.add_argument("--subset", action="store_true", help="a few common layers")
+    parser.add_argument("--only", default="", help='layers whose name contains this, such as "d256 g8"')
+    parser.add_argument("--step", action="append", choices=("decode", "prefill", "plan", "write"))
+    parser.add_argument("--tile", type=_tile, default={}, help="try another tile: block_n=128,num_warps=8")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    options = parser.parse_args(arguments)
+    faulty = 0
+    rows = []
+    for generation in options.device or TARGETS:
+        calls = common_calls(generation) if options.subset else all_calls(generation)
+        calls = [
+            (call, step)
+            for call, step in calls
+            if options.only in describe(call) and (not options.step or step in options.step)
+        ]
+        for report in reports(generation, calls, **options.tile):
+            faults = report.faults()
+            faulty += bool(faults)
+            if options.json:
+                print(json.dumps({**asdict(report), "faults": faults}), flush=True)
+            else:
+                print(
+                    f"{report.generation} {report.kernel} {report.call}: {report.seconds:.0f} s",
+                    file=sys.stderr,
+                )
+                rows.append((_row(report), faults))
+    if not options.json:
+        _print_table(rows)
+    return 1 if faulty else 0
+
+
+def _print_table(rows: list[tuple[list[str], list[str]]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*COLUMNS, title=f"Triton {triton.__version__}", box=box.SIMPLE)
+    for cells, faults in rows:
+        table.add_row(*cells, style="red" if faults else None)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    for cells, faults in rows:
+        for fault in faults:
+            console.print(f"{' '.join(cells[:4])}: {fault}", style="red", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The layers that offline compilation covers: every entry of the tables of variants, every option of a kernel."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from numa_attention.shapes import LayerShape
+from numa_attention.testing.capture import Call
+
+E4M3, E5M2 = "e4m3", "e5m2"
+FLOAT8 = {
+    (E4M3, False): torch.float8_e4m3fn,
+    (E5M2, False): torch.float8_e5m2,
+    (E4M3, True): torch.float8_e4m3fnuz,
+    (E5M2, True): torch.float8_e5m2fnuz,
+}
+SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
+KV_HEADS = {1: 8, 64: 1}  # by group; 4 for the others
+
+
+def make_call(
+    generation: str,
+    head_dims: tuple[int, int] = (128, 128),
+    group: int = 8,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    float8: str | None = None,
+    window: int = -1,
+    **options,
+) -> Call:
+    """A call of one layer. float8: E4M3 or E5M2 for a cache of the float8 type that the generation computes with."""
+    kv_dtype = dtype if float8 is None else FLOAT8[float8, generation == "gfx942"]
+    kv_heads = KV_HEADS.get(group, 4)
+    shape = LayerShape(group * kv_heads, kv_heads, *head_dims, dtype, kv_dtype, page_size, window)
+    return Call(shape, **options)
+
+
+def describe(call: Call) -> str:
+    """A short name, such as "bf16 d128 g8 p16 window"."""
+    shape = call.shape
+    dims = f"d{shape.head_dim}" + (f"/{shape.head_dim_v}" if shape.head_dim_v != shape.head_dim else "")
+    words = [SHORT[shape.dtype], dims, f"g{shape.group}", f"p{shape.page_size}"]
+    if shape.kv_dtype != shape.dtype:
+        words.append("kv-" + str(shape.kv_dtype).removeprefix("torch.float8_"))
+    if shape.window >= 0:
+        words.append("window")
+    words += [name for name in ("sinks", "soft_cap", "alibi", "lse") if getattr(call, name)]
+    if call.max_decode_query > 1:
+        words.append(f"q{call.max_decode_query}")
+    return " ".join(words)
+
+
+def common_calls(generation: str) -> list[tuple[Call, str]]:
+    """(call, step) of a few layers that cover the tables' rows for 16-bit queries, wide tiles and a float8 cache."""
+    base, wide, gemma, cached, split = (
+        make_call(generation),
+        make_call(generation, group=64, page_size=64, lse=True),
+        make_call(generation, (256, 256), group=4, page_size=64, window=1023, soft_cap=True),
+        make_call(generation, (64, 64), page_size=64, float8=E4M3, sinks=True, window=127),
+        make_call(generation, (192, 128), group=16),
+    )
+    return [
+        (base, "decode"),
+        (base, "prefill"),
+        (wide, "decode"),
+        (gemma, "decode"),
+        (gemma, "prefill"),
+        (cached, "decode"),
+        (cached, "prefill"),
+        (split, "decode"),
+    ]
+
+
+def all_calls(generation: str) -> list[tuple[Call, str]]:
+    """(call, step) that cover head sizes, groups, types, page sizes and options, each beside the usual others."""
+    calls: list[tuple[Call, str]] = []
+
+    def add(*steps: str, **options) -> None:
+        calls.extend((make_call(generation, **options), step) for step in steps)
+
+    for head_dims, group in product(HEAD_DIMS, (1, 4, 8, 16, 64)):
+        add("decode", head_dims=head_dims, group=group)
+    for head_dims in HEAD_DIMS:
+        add("prefill", head_dims=head_dims)
+        add("decode", "prefill", head_dims=head_dims, page_size=64)
+        add("decode", "prefill", head_dims=head_dims, dtype=torch.float32)
+        add("decode", "prefill", head_dims=head_dims, float8=E4M3)
+    for group in (1, 64):
+        add("prefill", group=group)
+        add("decode", group=group, page_size=64)
+        add("decode", group=group, dtype=torch.float32)
+        add("decode", group=group, float8=E4M3, page_size=64)
+    add("decode", "prefill", dtype=torch.float16)
+    add("decode", "prefill", float8=E5M2)
+    add("decode", "prefill", float8=E4M3, page_size=64)
+    for option in ({"window": 127}, {"sinks": True}, {"soft_cap": True}, {"alibi": True}, {"lse": True}):
+        add("decode", "prefill", **option)
+    add("decode", "prefill", window=127, sinks=True, soft_cap=True, alibi=True, lse=True)
+    add("decode", "prefill", head_dims=(64, 64), page_size=64, window=127, sinks=True)
+    add("decode", "prefill", head_dims=(256, 256), group=4, page_size=64, window=1023, soft_cap=True)
+    for queries in (4, 8):
+        add("decode", max_decode_query=queries)
+    add("plan", "write")
+    return calls
