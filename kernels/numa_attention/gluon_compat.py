@@ -7,6 +7,7 @@ The first part is for kernels: names that moved, and layouts whose parameters ch
 from __future__ import annotations
 
 import triton
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import amd
 from triton.experimental.gluon.language.nvidia import hopper
@@ -23,6 +24,21 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # what a release lacks
 HAS_CLUSTERS = VERSION >= (3, 7)
 HAS_TDM_GATHER = hasattr(cdna5.tdm, "async_gather")
+
+if hasattr(getattr(hopper, "cluster", None), "barrier"):
+
+    @gluon.jit
+    def cluster_barrier():
+        """All workgroups of a cluster of sm_90 meet."""
+        hopper.cluster.barrier()
+
+elif HAS_CLUSTERS:
+
+    @gluon.jit
+    def cluster_barrier():
+        """All workgroups of a cluster of sm_90 meet."""
+        hopper.cluster.arrive()
+        hopper.cluster.wait()
 
 
 def wmma_layout(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from triton.experimental.gluon.language._layouts import PaddedSharedLayout
 
 from numa_attention import gluon_compat
 from numa_attention.testing.gluon.faults import NotModelled
@@ -218,7 +217,7 @@ class BuilderBase:
             return []
         if type not in self._cta_bases:
             layout = self.layout_of(type)
-            if isinstance(layout, PaddedSharedLayout):
+            if type.is_shared and hasattr(layout, "cga_layout"):
                 bases = _in_elements(layout.cga_layout, type.shape)
             else:
                 bases = self.real.to_linear_layout(type.layout_attribute, list(type.shape)).block_bases

@@ -109,7 +109,9 @@ class Copies(MemoryOperations):
 
     # ---- TDM ----
 
-    def _load_tile(self, descriptor: Descriptor, view: SharedView, what: str, barrier_handle, rows=None) -> None:
+    def _load_tile(
+        self, descriptor: Descriptor, view: SharedView, what: str, barrier_handle, rows=None
+    ) -> None:
         where = self.where()
 
         def effect() -> None:
@@ -128,7 +130,9 @@ class Copies(MemoryOperations):
             self._signal_by_warps(operation, barrier, self.senders(view, True))
         self.scheduler.may_hand_over()
 
-    def _store_tile(self, descriptor: Descriptor, view: SharedView, what: str, barrier_handle, rows=None) -> None:
+    def _store_tile(
+        self, descriptor: Descriptor, view: SharedView, what: str, barrier_handle, rows=None
+    ) -> None:
         where = self.where()
         operation = self.issue_read(
             [view], what, lambda: descriptor.write(self.memory, view.view, where, rows), fenced=False
@@ -206,14 +210,18 @@ class Copies(MemoryOperations):
 
     # ---- copies in commit groups ----
 
-    def create_async_copy_global_to_local(self, view: SharedView, pointer: Value, mask, other, *hints) -> None:
+    def create_async_copy_global_to_local(
+        self, view: SharedView, pointer: Value, mask, other, *hints
+    ) -> None:
         self._copy_elements(view, pointer.data, mask, other, pointer.type.pointee, "an async copy")
 
     def create_buffer_load_to_local(
         self, view: SharedView, pointer: Value, offsets: Value, mask, other, *hints
     ) -> None:
         addresses = self.buffer_addresses(pointer, offsets)
-        self._copy_elements(view, addresses, mask, other, pointer.type.pointee, "a buffer load to shared memory")
+        self._copy_elements(
+            view, addresses, mask, other, pointer.type.pointee, "a buffer load to shared memory"
+        )
 
     def _copy_elements(self, view: SharedView, addresses, mask, other, element, what: str) -> None:
         where = self.where()
@@ -269,9 +277,7 @@ class Copies(MemoryOperations):
                     join(clock, more)
 
         arrival = Operation("an arrival of async copies", where, known, effect)
-        self.land_on_barrier(
-            arrival, barrier, [[]] * self.ctas, lambda: barrier.arrive(known, 1, where)
-        )
+        self.land_on_barrier(arrival, barrier, [[]] * self.ctas, lambda: barrier.arrive(known, 1, where))
 
     # ---- TMA ----
 
@@ -288,7 +294,14 @@ class Copies(MemoryOperations):
             self._tma_load(descriptor, barrier_view, view, multicast, "a TMA load")
 
     def create_async_tma_gather(
-        self, source: Value, rows: Value, column: Value, barrier_view: SharedView, view: SharedView, predicate, *rest
+        self,
+        source: Value,
+        rows: Value,
+        column: Value,
+        barrier_view: SharedView,
+        view: SharedView,
+        predicate,
+        *rest,
     ) -> None:
         if where_on(predicate):
             descriptor = source.descriptor.moved([0, int(column.item())], clamp=True)
@@ -296,7 +309,13 @@ class Copies(MemoryOperations):
             self._tma_load(descriptor, barrier_view, view, multicast, "a TMA gather", rows.data)
 
     def _tma_load(
-        self, descriptor: Descriptor, barrier_view: SharedView, view: SharedView, multicast: bool, what: str, rows=None
+        self,
+        descriptor: Descriptor,
+        barrier_view: SharedView,
+        view: SharedView,
+        multicast: bool,
+        what: str,
+        rows=None,
     ) -> None:
         where = self.where()
         barrier = self.barrier_at(barrier_view)
@@ -315,11 +334,15 @@ class Copies(MemoryOperations):
         self.land_on_barrier(operation, barrier, self.senders(view, multicast), signal)
         self.scheduler.may_hand_over()
 
-    def create_async_tma_copy_local_to_global(self, target: Value, coordinates, view: SharedView, *hints) -> None:
+    def create_async_tma_copy_local_to_global(
+        self, target: Value, coordinates, view: SharedView, *hints
+    ) -> None:
         at = [int(coordinate.item()) for coordinate in coordinates]
         self._tma_store(target.descriptor.moved(at, clamp=True), view, "a TMA store")
 
-    def create_async_tma_scatter(self, target: Value, rows: Value, column: Value, view: SharedView, *hints) -> None:
+    def create_async_tma_scatter(
+        self, target: Value, rows: Value, column: Value, view: SharedView, *hints
+    ) -> None:
         descriptor = target.descriptor.moved([0, int(column.item())], clamp=True)
         self._tma_store(descriptor, view, "a TMA scatter", rows.data)
 

@@ -30,9 +30,14 @@ class _Return(Exception):
         self.value = value
 
 
-@functools.cache
-def _parsed(function: JITFunction) -> ast.Module:
-    return function.parse()
+_trees: dict[Callable, list[ast.stmt]] = {}
+
+
+def _body(function: JITFunction) -> list[ast.stmt]:
+    # a JITFunction's own hash would look through all that it calls
+    if function.fn not in _trees:
+        _trees[function.fn] = function.parse().body[0].body
+    return _trees[function.fn]
 
 
 @functools.cache
@@ -41,14 +46,29 @@ def _compilable(fn: Callable) -> JITFunction:
 
 
 def as_jit_function(value):
-    """A function of Triton's library, which is an interpreted one where TRITON_INTERPRET is set, as a compilable one."""
+    """A function of Triton's library is an interpreted one where TRITON_INTERPRET is set; here, a compilable one."""
     return _compilable(value.fn) if isinstance(value, InterpretedFunction) else value
+
+
+class _ByIdentity:
+    """A mapping from functions that does not hash the function asked for."""
+
+    def __init__(self, entries: dict) -> None:
+        self._entries = list(entries.items())
+
+    def get(self, function):
+        return next((value for key, value in self._entries if key is function), None)
 
 
 class EagerGenerator(CodeGenerator):
     """One call of one function."""
 
-    def __init__(self, function: JITFunction, builder: EmulatingBuilder, context, caller_context=None) -> None:
+    # a JITFunction's hash is that of all it calls, and fails where the library is interpreted
+    statically_implemented_functions = _ByIdentity(CodeGenerator.statically_implemented_functions)
+
+    def __init__(
+        self, function: JITFunction, builder: EmulatingBuilder, context, caller_context=None
+    ) -> None:
         # super().__init__ would open a compiler module; what the visitors use is set here
         self.context = context
         self.is_gluon = True
@@ -58,6 +78,7 @@ class EagerGenerator(CodeGenerator):
         self.caller_context = caller_context
         self.function_name = function.__name__
         self.file_name = os.path.basename(function.fn.__code__.co_filename)
+        self.in_library = function.fn.__module__.startswith("triton.")
         self.begin_line = gluon_compat.first_line(function) - 1
         self.begin_col = 0
         self.gscope = {name: self._global(value) for name, value in function.get_capture_scope().items()}
@@ -92,7 +113,7 @@ class EagerGenerator(CodeGenerator):
         frames = self.builder.scheduler.current.frames
         frames.append(self)
         try:
-            self.visit_compound_statement(_parsed(self.jit_fn).body[0].body)
+            self.visit_compound_statement(_body(self.jit_fn))
         except _Return as returned:
             frames.pop()
             return returned.value

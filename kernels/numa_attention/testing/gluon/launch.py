@@ -39,7 +39,9 @@ def interpret(kernel, *, target: str = "gfx1250") -> InterpretedGluonKernel:
     if target not in TARGETS:
         raise ValueError(f"target={target!r} is unknown: choose one of {', '.join(TARGETS)}")
     if not getattr(kernel, "is_gluon", lambda: False)():
-        raise TypeError(f"{kernel!r} is no @gluon.jit kernel; plain Triton kernels have an interpreter of their own")
+        raise TypeError(
+            f"{kernel!r} is no @gluon.jit kernel; plain Triton kernels have an interpreter of their own"
+        )
     return InterpretedGluonKernel(kernel, target)
 
 
@@ -127,7 +129,12 @@ class _Launch:
 
     def _argument(self, parameter, value):
         """An argument of the launch as the kernel sees it; None, True and 1 are constants, as Triton has it."""
-        if parameter.is_constexpr or value is None or isinstance(value, bool) or (type(value) is int and value == 1):
+        if (
+            parameter.is_constexpr
+            or value is None
+            or isinstance(value, bool)
+            or (type(value) is int and value == 1)
+        ):
             return value if isinstance(value, core.constexpr) else core.constexpr(value)
         if isinstance(value, torch.Tensor):
             pointer = tl.str_to_ty("*" + ARGUMENTS[value.dtype], None)
@@ -150,7 +157,9 @@ class _Launch:
             padding=float("nan") if getattr(value, "padding", "zero") == "nan" else 0.0,
         )
         handle = Value(None, Type(emulated.dtype, tuple(value.block_shape)), descriptor=descriptor)
-        shape, strides = ([self.semantic.to_tensor(number) for number in numbers] for numbers in (shape, strides))
+        shape, strides = (
+            [self.semantic.to_tensor(number) for number in numbers] for numbers in (shape, strides)
+        )
         block = core.block_type(element, list(value.block_shape))
         if self.builder.generation.startswith("gfx"):
             tdm = gluon_compat.cdna5.tdm

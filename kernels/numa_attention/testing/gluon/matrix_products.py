@@ -79,7 +79,14 @@ class MatrixProducts(Copies):
     # ---- wgmma ----
 
     def create_warpgroup_mma(
-        self, left: Value, right: Value, accumulator: Value, use_accumulator: Value, precision, imprecise, is_async
+        self,
+        left: Value,
+        right: Value,
+        accumulator: Value,
+        use_accumulator: Value,
+        precision,
+        imprecise,
+        is_async,
     ) -> Value:
         shared = [operand for operand in (left, right) if isinstance(operand, SharedView)]
         adds = bool(use_accumulator.item())

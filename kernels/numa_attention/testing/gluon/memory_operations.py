@@ -33,9 +33,7 @@ class MemoryOperations(BuilderBase):
 
     def load_global(self, addresses: torch.Tensor, mask, other, element: Type) -> torch.Tensor:
         mask, other = present(mask), present(other)
-        return self.memory.load(
-            addresses, mask and mask.data, other and other.data, element, self.where()
-        )
+        return self.memory.load(addresses, mask and mask.data, other and other.data, element, self.where())
 
     def create_load(self, pointer: Value, *hints) -> Value:
         return self.create_masked_load(pointer, None, None)
@@ -199,7 +197,9 @@ class MemoryOperations(BuilderBase):
 
     # ---- tensor descriptors ----
 
-    def create_make_tensor_descriptor(self, type: Type, base: Value, shape, strides, padding, *hints) -> Value:
+    def create_make_tensor_descriptor(
+        self, type: Type, base: Value, shape, strides, padding, *hints
+    ) -> Value:
         descriptor = Descriptor(
             address=int(base.item()),
             bounds=tuple(int(extent.item()) for extent in shape),
@@ -209,9 +209,7 @@ class MemoryOperations(BuilderBase):
         )
         return Value(None, type, descriptor=descriptor)
 
-    def create_update_tensor_descriptor(
-        self, value: Value, offsets, bounds, predicate, clamp: bool
-    ) -> Value:
+    def create_update_tensor_descriptor(self, value: Value, offsets, bounds, predicate, clamp: bool) -> Value:
         descriptor = value.descriptor
         if offsets:
             descriptor = descriptor.moved([int(offset.item()) for offset in offsets], clamp=clamp)
@@ -221,4 +219,3 @@ class MemoryOperations(BuilderBase):
         if predicate is not None:
             descriptor = descriptor.switched(bool(predicate.item()))
         return Value(None, value.type, descriptor=descriptor)
-

@@ -48,7 +48,8 @@ class Partition:
 
     def where(self) -> str:
         """The line that it is at, with the lines of its callers."""
-        places = [frame.place() for frame in reversed(self.frames)]
+        own = [frame for frame in reversed(self.frames) if not frame.in_library]
+        places = [frame.place() for frame in own]
         return ", called at ".join(places) if places else "the launch"
 
     def outstanding(self) -> list[Operation]:

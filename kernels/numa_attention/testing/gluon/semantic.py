@@ -91,7 +91,9 @@ class EmulatingSemantic(GluonSemantic):
         parent = scheduler.current
         (default, default_arguments), *workers = functions_and_args
         if len(workers) != len(worker_num_warps):
-            raise ValueError(f"{len(workers)} worker partitions, but {len(worker_num_warps)} numbers of warps")
+            raise ValueError(
+                f"{len(workers)} worker partitions, but {len(worker_num_warps)} numbers of warps"
+            )
         partitions = []
         for number, (function, arguments) in enumerate(workers):
             partition = Partition(f"worker {number}", scheduler.ctas)
