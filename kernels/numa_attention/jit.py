@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -91,6 +92,25 @@ def resolve(kernels: str, device: torch.device) -> str:
     return "triton"
 
 
+BUFFER_BYTES = (1 << 31) - 1  # AMD's buffer instructions address one storage of at most so many bytes
+
+
+def pointer_traits(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """What Triton compiles differently for pointers: alignment to 16 bytes and, on AMD, a storage beyond 2 GB."""
+    if _on_amd():
+        return tuple(
+            [x.data_ptr() & 15 | (x.untyped_storage().nbytes() > BUFFER_BYTES) << 4 for x in tensors]
+        )
+    return tuple([x.data_ptr() & 15 for x in tensors])
+
+
+@cache
+def _on_amd() -> bool:
+    import torch
+
+    return torch.version.hip is not None
+
+
 class Launcher:
     """Launches one kernel in little CPU time: Triton analyses the arguments once per `key`, not at every call."""
 
@@ -98,18 +118,25 @@ class Launcher:
         self._kernel = kernel
         self._compiled: dict[Hashable, Callable] = {}
 
-    def __call__(self, key: Hashable, grid: tuple[int, int, int], arguments: tuple, constants: dict) -> None:
+    def __call__(
+        self,
+        key: Hashable,
+        grid: tuple[int, int, int],
+        arguments: tuple,
+        constants: dict,
+        options: dict | None = None,
+    ) -> None:
         """Run the kernel on `arguments`, all that are no constants, and `constants`, in the order it declares them.
 
-        `key` must differ wherever Triton would compile something else: by device, the types and constants, the value
-        of every integer (but those in do_not_specialize) and whether each pointer is a multiple of 16 bytes (but those
-        in do_not_specialize_on_alignment).
+        options: Triton's own, such as num_warps. `key` must differ wherever Triton would compile something else: by
+        device, the types, constants and options, the value of every integer (but those in do_not_specialize) and the
+        `pointer_traits` of every pointer (the alignment of those in do_not_specialize_on_alignment aside).
         """
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[grid](*arguments, *constants.values())
             return
-        compiled = self._kernel[grid](*arguments, **constants)
+        compiled = self._kernel[grid](*arguments, **constants, **(options or {}))
         # an interpreted kernel returns nothing
         if compiled is not None:
             self._compiled[key] = compiled

@@ -12,8 +12,10 @@ import torch
 import triton.language as tl
 
 from numa_attention.jit import kernel
+from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
 from numa_attention.scores import add_sink, natural_lse, normalise, safe_max
-from numa_attention.variants import next_power_of_2
+from numa_attention.shapes import LayerShape
+from numa_attention.variants import Variant, next_power_of_2
 from numa_attention.walk import walk
 
 
@@ -148,18 +150,18 @@ def merge_parts(
     return b_m, b_l, b_acc
 
 
-@kernel
+@kernel(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def decode_kernel(
-    q,  # [tokens, q_heads, head_dim]
-    k_pages,  # [page, token, kv_head, head_dim]
-    v_pages,  # [page, token, kv_head, head_dim_v]
-    out,  # [tokens, q_heads, head_dim_v]
-    lse,  # float32 [tokens, q_heads]
     ranges,  # int32 [workgroups, 2]
     items,  # int32 [capacity, 8]
     arrivals,  # int32 [2, 2 * workgroups], zero between launches
     partial_acc,  # float32 [2 * workgroups, BLOCK_M, BLOCK_DV]
     partial_ml,  # float32 [2 * workgroups, 2, BLOCK_M]
+    q,  # [tokens, q_heads, head_dim]
+    k_pages,  # [page, token, kv_head, head_dim]
+    v_pages,  # [page, token, kv_head, head_dim_v]
+    out,  # [tokens, q_heads, head_dim_v]
+    lse,  # float32 [tokens, q_heads]
     block_table,
     query_start_loc,
     seq_lens,
@@ -217,7 +219,8 @@ def decode_kernel(
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
-    for index in tl.range(first, first + count):
+    # what every item computes anew takes registers only while it is needed
+    for index in tl.range(first, first + count, disable_licm=True):
         p_item = items + index * 8
         request = tl.load(p_item).to(tl.int64)
         kv_head = tl.load(p_item + 1).to(tl.int64)
@@ -349,79 +352,24 @@ MERGE_REGISTERS = 16  # float32 values of one part that a thread holds where fou
 FAN_IN = 16  # parts merged at a time: two levels then serve 256 parts with 16 + 16 reads in a row
 
 
-def decode(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    out: torch.Tensor,
-    schedule,
-    *,
-    scale: float,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> None:
-    """Attention of the decoding requests of `schedule` (a `schedule.Schedule`); see `attention.attend` for shapes."""
-    shape, plan, batch = schedule.shape, schedule.decode, schedule.batch
-    variant = plan.variant
-    block_dv = next_power_of_2(max(shape.head_dim_v, 16))
-    no_lse = lse is None
-    lse = out if no_lse else lse
-    decode_kernel[(variant.workgroups,)](
-        q,
-        k_pages,
-        v_pages,
-        out,
-        lse,
-        plan.ranges,
-        plan.items,
-        plan.arrivals,
-        plan.partial_acc,
-        plan.partial_ml,
-        batch.block_table,
-        batch.query_start_loc,
-        batch.seq_lens,
-        q if sinks is None else sinks,
-        q if alibi_slopes is None else alibi_slopes,
-        q if k_scale is None else k_scale,
-        q if v_scale is None else v_scale,
-        scale,
-        soft_cap,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        lse.stride(0),
-        lse.stride(1),
-        k_pages.stride(0),
-        k_pages.stride(1),
-        k_pages.stride(2),
-        v_pages.stride(0),
-        v_pages.stride(1),
-        v_pages.stride(2),
-        batch.block_table.stride(0),
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        HEAD_DIM_V=shape.head_dim_v,
-        BLOCK_M=variant.block_m,
-        BLOCK_N=variant.block_n,
-        BLOCK_D=next_power_of_2(max(shape.head_dim, 16)),
-        BLOCK_DV=block_dv,
-        PAGE_SIZE=shape.page_size,
-        WINDOW=shape.window,
-        CAUSAL=batch.causal,
-        HAS_CAP=soft_cap > 0.0,
-        HAS_ALIBI=alibi_slopes is not None,
-        HAS_SINK=sinks is not None,
-        HAS_LSE=not no_lse,
-        HAS_SCALES=k_scale is not None,
+def constants(shape: LayerShape, variant: Variant) -> dict[str, int]:
+    """The compile-time constants that this kernel declares after those of every kernel."""
+    accumulator = variant.block_m * block_dim(shape.head_dim_v)
+    return dict(
         DOMAINS=variant.domains if variant.mapping.startswith("swizzled") else 1,
         FAN_IN=FAN_IN,
         PARTS=max(FAN_IN, next_power_of_2(-(-variant.workgroups // FAN_IN))),
-        IN_FLIGHT=4 if variant.block_m * block_dv <= 32 * variant.num_warps * MERGE_REGISTERS else 1,
-        num_warps=variant.num_warps,
-        num_stages=variant.num_stages,
+        IN_FLIGHT=4 if accumulator <= 32 * variant.num_warps * MERGE_REGISTERS else 1,
     )
+
+
+_launch = LayerLauncher(decode_kernel, constants)
+
+
+def decode(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
+) -> None:
+    """Attention of the decoding requests of a `schedule.Schedule`; see `attention.attend` for the rest."""
+    plan = schedule.decode
+    own = (plan.ranges, plan.items, plan.arrivals, plan.partial_acc, plan.partial_ml)
+    _launch(plan.variant.workgroups, own, plan.variant, q, k_pages, v_pages, out, schedule, **options)

@@ -12,19 +12,20 @@ import torch
 import triton.language as tl
 
 from numa_attention.jit import kernel
+from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher
 from numa_attention.scores import add_sink, natural_lse, normalise
-from numa_attention.variants import next_power_of_2
 from numa_attention.walk import walk
 
 
-@kernel(do_not_specialize=["first_request"])
+@kernel(do_not_specialize=["first_request"], do_not_specialize_on_alignment=["tiles", *ANY_ALIGNMENT])
 def prefill_kernel(
+    tiles,  # int32 [workgroups, 4]: request, KV head, query block
+    first_request,
     q,  # [tokens, q_heads, head_dim]
     k_pages,  # [page, token, kv_head, head_dim]
     v_pages,  # [page, token, kv_head, head_dim_v]
     out,  # [tokens, q_heads, head_dim_v]
     lse,  # float32 [tokens, q_heads]
-    tiles,  # int32 [workgroups, 4]: request, KV head, query block
     block_table,
     query_start_loc,
     seq_lens,
@@ -47,7 +48,6 @@ def prefill_kernel(
     v_token_stride,
     v_head_stride,
     block_table_stride,
-    first_request,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -161,71 +161,13 @@ def prefill_kernel(
             )
 
 
+_launch = LayerLauncher(prefill_kernel)
+
+
 def prefill(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    out: torch.Tensor,
-    schedule,
-    *,
-    scale: float,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
 ) -> None:
-    """Attention of the prefilling requests of `schedule` (a `schedule.Schedule`); see `attention.attend` for shapes."""
-    shape, plan, batch = schedule.shape, schedule.prefill, schedule.batch
-    variant = plan.variant
-    no_lse = lse is None
-    lse = out if no_lse else lse
-    prefill_kernel[(plan.tiles.shape[0],)](
-        q,
-        k_pages,
-        v_pages,
-        out,
-        lse,
-        plan.tiles,
-        batch.block_table,
-        batch.query_start_loc,
-        batch.seq_lens,
-        q if sinks is None else sinks,
-        q if alibi_slopes is None else alibi_slopes,
-        q if k_scale is None else k_scale,
-        q if v_scale is None else v_scale,
-        scale,
-        soft_cap,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        lse.stride(0),
-        lse.stride(1),
-        k_pages.stride(0),
-        k_pages.stride(1),
-        k_pages.stride(2),
-        v_pages.stride(0),
-        v_pages.stride(1),
-        v_pages.stride(2),
-        batch.block_table.stride(0),
-        batch.num_decodes,
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        HEAD_DIM_V=shape.head_dim_v,
-        BLOCK_M=variant.block_m,
-        BLOCK_N=variant.block_n,
-        BLOCK_D=next_power_of_2(max(shape.head_dim, 16)),
-        BLOCK_DV=next_power_of_2(max(shape.head_dim_v, 16)),
-        PAGE_SIZE=shape.page_size,
-        WINDOW=shape.window,
-        CAUSAL=batch.causal,
-        HAS_CAP=soft_cap > 0.0,
-        HAS_ALIBI=alibi_slopes is not None,
-        HAS_SINK=sinks is not None,
-        HAS_LSE=not no_lse,
-        HAS_SCALES=k_scale is not None,
-        num_warps=variant.num_warps,
-        num_stages=variant.num_stages,
-    )
+    """Attention of the prefilling requests of a `schedule.Schedule`; see `attention.attend` for the rest."""
+    plan = schedule.prefill
+    own = (plan.tiles, schedule.batch.num_decodes)
+    _launch(plan.tiles.shape[0], own, plan.variant, q, k_pages, v_pages, out, schedule, **options)

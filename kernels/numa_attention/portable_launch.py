@@ -1,0 +1,122 @@
+"""What the launches of the two portable kernels share: a layer's arguments, the constants, and the launch key.
+
+Both kernels take first what their schedule made, then the arguments of a layer's call, then the constants, in the order
+in which this file hands them over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+from numa_attention.jit import Launcher, pointer_traits
+from numa_attention.shapes import LayerShape
+from numa_attention.variants import Variant, next_power_of_2
+
+# arguments that are read one number at a time: their alignment would only multiply the compiled kernels
+ANY_ALIGNMENT = ["block_table", "query_start_loc", "seq_lens", "sinks", "alibi_slopes", "k_scale", "v_scale"]
+
+
+def block_dim(head_dim: int) -> int:
+    """Columns of a tile that holds head_dim: a power of two that a matrix instruction takes."""
+    return next_power_of_2(max(head_dim, 16))
+
+
+def constants(
+    shape: LayerShape,
+    variant: Variant,
+    *,
+    causal: bool,
+    has_cap: bool,
+    has_alibi: bool,
+    has_sink: bool,
+    has_lse: bool,
+    has_scales: bool,
+) -> dict[str, int | bool]:
+    """The compile-time constants that both kernels declare, in their order."""
+    return dict(
+        GROUP=shape.group,
+        HEAD_DIM=shape.head_dim,
+        HEAD_DIM_V=shape.head_dim_v,
+        BLOCK_M=variant.block_m,
+        BLOCK_N=variant.block_n,
+        BLOCK_D=block_dim(shape.head_dim),
+        BLOCK_DV=block_dim(shape.head_dim_v),
+        PAGE_SIZE=shape.page_size,
+        WINDOW=shape.window,
+        CAUSAL=causal,
+        HAS_CAP=has_cap,
+        HAS_ALIBI=has_alibi,
+        HAS_SINK=has_sink,
+        HAS_LSE=has_lse,
+        HAS_SCALES=has_scales,
+    )
+
+
+class LayerLauncher:
+    """Launches one of the two kernels. This runs for every layer of every step: each microsecond of it counts."""
+
+    def __init__(self, kernel, own_constants: Callable[[LayerShape, Variant], dict] | None = None) -> None:
+        """own_constants: the constants that the kernel declares after the shared ones, in its order."""
+        self._launch = Launcher(kernel)
+        self._own_constants = own_constants or (lambda shape, variant: {})
+        self._constants: dict[Hashable, tuple[dict, dict]] = {}
+
+    def __call__(
+        self,
+        workgroups: int,
+        own_arguments: tuple,
+        variant: Variant,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        out: torch.Tensor,
+        schedule,
+        *,
+        scale: float,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """own_arguments: what the kernel takes before the layer's arguments; see `attention.attend` for those.
+
+        The schedule's buffers are allocated whole, hence aligned and small: the key need not tell them apart.
+        """
+        shape, batch = schedule.shape, schedule.batch
+        p_lse = out if lse is None else lse
+        strides = (
+            *q.stride()[:2], *out.stride()[:2], *p_lse.stride()[:2],
+            *k_pages.stride()[:3], *v_pages.stride()[:3], batch.block_table.stride(0),
+        )  # fmt: skip
+        key = (
+            q.get_device(), shape, variant, strides, pointer_traits(q, k_pages, v_pages, out, p_lse),
+            v_pages.dtype, out.dtype, lse is None, batch.causal, soft_cap > 0.0, k_scale is None,
+            None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype,
+        )  # fmt: skip
+        compile_time = self._constants.get(key)
+        if compile_time is None:
+            shared = constants(
+                shape,
+                variant,
+                causal=batch.causal,
+                has_cap=soft_cap > 0.0,
+                has_alibi=alibi_slopes is not None,
+                has_sink=sinks is not None,
+                has_lse=lse is not None,
+                has_scales=k_scale is not None,
+            )
+            options = dict(num_warps=variant.num_warps, num_stages=variant.num_stages)
+            compile_time = {**shared, **self._own_constants(shape, variant)}, options
+            self._constants[key] = compile_time
+        arguments = (
+            *own_arguments, q, k_pages, v_pages, out, p_lse,
+            batch.block_table, batch.query_start_loc, batch.seq_lens,
+            q if sinks is None else sinks, q if alibi_slopes is None else alibi_slopes,
+            q if k_scale is None else k_scale, q if v_scale is None else v_scale,
+            float(scale), float(soft_cap), *strides,
+        )  # fmt: skip
+        self._launch(key, (workgroups, 1, 1), arguments, *compile_time)
