@@ -26,7 +26,7 @@ def register_asm(text: str, model: Callable) -> None:
 
 def _unsigned(tensor: torch.Tensor) -> np.ndarray:
     array = tensor.contiguous().numpy()
-    return array if array.dtype == np.bool_ else array.view(f"u{array.dtype.str[1:]}")
+    return array if array.dtype == np.bool_ else array.view(f"u{array.itemsize}")
 
 
 def _signed(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
