@@ -32,7 +32,7 @@ if hasattr(getattr(hopper, "cluster", None), "barrier"):
         """All workgroups of a cluster of sm_90 meet."""
         hopper.cluster.barrier()
 
-elif HAS_CLUSTERS:
+else:
 
     @gluon.jit
     def cluster_barrier():

@@ -130,7 +130,7 @@ def partly_written(a, out, SHARED: gl.constexpr, REG: gl.constexpr):
 
 @gluon.jit
 def atomics(out, tickets, REG: gl.constexpr):
-    gl.atomic_add(out + gl.arange(0, N, REG) % 4, 1.0)
+    gl.atomic_add(out + gl.arange(0, N, REG) % 4, gl.full((N,), 1.0, gl.float32, REG))
     gl.store(tickets + gl.program_id(0), gl.atomic_add(tickets + 3, 1))
 
 
