@@ -1,0 +1,249 @@
+"""L2 hit rate of a mapping in closed form, in plain Python: what the dispatcher asks before it chooses.
+
+A stream is the K/V of one ACC. In a window of the workgroups that run at a time, the number of streams and the
+workgroups of each follow from the mapping. Two limits are known exactly:
+
+in step     all workgroups of a stream read a tile together: one miss per stream and cache;
+phases lost they read at random places of a stream of NT tiles: a tile that stays for W tile times is found by the
+            next reader with probability 1 - exp(-W / gap), where W itself follows from the rate of misses.
+
+Where a miss makes a workgroup wait, those behind catch up: streams that start together stay together (a convoy).
+Where it does not, places diffuse by jitter and drift by the units' speeds, and the two limits are blended by the
+share of the run in which two readers are still within the cached part of a stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil, erf, exp, sqrt
+
+from .. import mapping as maps
+from .grid import Grid
+from .machines import Machine
+
+WINDOWS = 5  # places of the launch at which the streams are counted
+STEPS = 8  # of the mean over the run
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """hit_rate: of everything that workgroups ask for. hbm_bytes: read from memory. in_step: share of the run in
+    which the readers of a stream are still together. streams_per_domain: K/V streams that one domain reads at a time.
+    """
+
+    hit_rate: float
+    hbm_bytes: float
+    requested_bytes: float
+    seconds: float
+    tflops: float
+    streams_per_domain: float
+    in_step: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """The workgroups that one dispatch queue runs at a time.
+
+    readers: workgroups of each stream. steps: for each workgroup that is not the first of its stream, how many places
+    of the queue its forerunner in the stream is before it.
+    """
+
+    readers: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(self.readers)
+
+
+def tile_at(grid: Grid, workgroup: int) -> tuple[int, int, int]:
+    """(request, query head, query block) of one workgroup, by the definition of the mapping."""
+    accs, total = grid.batch * grid.kv_heads, grid.workgroups
+    flat = maps.flat_index(workgroup, grid.mapping, True, accs, total, grid.domains)
+    request = flat // (grid.q_heads * grid.blocks)
+    head, block = maps.head_and_block(
+        workgroup,
+        flat,
+        grid.mapping,
+        True,
+        grid.longest_first,
+        request,
+        request * grid.q_heads * grid.blocks,
+        grid.blocks,
+        accs,
+        total,
+        grid.q_heads,
+        grid.kv_heads,
+        grid.domains,
+    )
+    return request, head, block
+
+
+def windows(grid: Grid, machine: Machine) -> list[Window]:
+    """What runs at a time on one dispatch queue, at some places of the launch."""
+    queues = machine.dispatch_domains
+    resident = machine.units * machine.cache.workgroups_per_unit // queues
+    length = -(-grid.workgroups // queues)  # of the queue
+    resident = min(resident, length)
+    result = []
+    for place in range(WINDOWS):
+        queue = place % queues
+        # odd fractions, so that windows do not all begin where a head does
+        first = int((length - resident) * (place + 0.382) / WINDOWS)
+        last_seen: dict[int, int] = {}
+        readers: Counter[int] = Counter()
+        steps = []
+        for position in range(first, first + resident):
+            workgroup = position * queues + queue
+            if workgroup >= grid.workgroups:
+                break
+            request, head, _ = tile_at(grid, workgroup)
+            acc = request * grid.kv_heads + head // grid.group
+            if acc in last_seen:
+                steps.append(position - last_seen[acc])
+            last_seen[acc] = position
+            readers[acc] += 1
+        if readers:
+            result.append(Window(tuple(readers.values()), tuple(steps)))
+    return result
+
+
+def lost_rate(cached_share: float) -> float:
+    """Hit rate of readers at random places, from cached tiles / tiles of all streams.
+
+    A tile stays for W = C / (U y) tile times, y the miss rate, and the next reader is gap = S NT / U away on average:
+    y = exp(-W / gap) = exp(-cached_share / y). Above 1 / e there is no such y: readers find all the others left.
+    """
+    miss = 1.0
+    for _ in range(64):
+        miss = exp(-cached_share / miss)
+        if miss < 1e-3:
+            return 1.0
+    return 1.0 - miss
+
+
+def distinct_readers(readers: int, caches: int) -> float:
+    """Expected number of caches that the readers of a stream sit behind, one chosen at random for each."""
+    return caches * (1.0 - (1.0 - 1.0 / caches) ** readers)
+
+
+def share_in_step(window_tiles: float, walked: float, grid: Grid, machine: Machine) -> float:
+    """Share of a run of `walked` tiles per unit in which two readers are within the cached part of a stream."""
+    model = machine.cache
+    walk = grid.visits / grid.workgroups
+    per_tile = model.tile_jitter**2 + model.start_delay**2 / 12 / walk
+    total = 0.0
+    for step in range(STEPS):
+        n = walked * (step + 0.5) / STEPS
+        sigma = sqrt(per_tile * n + (model.unit_spread * n) ** 2)
+        total += erf(window_tiles / (2 * sqrt(2) * sigma))
+    return total / STEPS
+
+
+def makes_convoys(grid: Grid, machine: Machine) -> bool:
+    """Whether a miss makes a workgroup wait, so that those behind it catch up."""
+    model = machine.cache
+    return model.miss_latency > model.depth * model.tile_seconds(grid, machine.units)
+
+
+def kept_rate(cached_share: float) -> float:
+    """Share of a stream that is still cached when the next workgroups walk it from its start.
+
+    In between, S NT tiles pass of which the share 1 - kept is filled anew, each in the place of a random tile:
+    kept = exp(-(1 - kept) / cached_share), which is 1 where all streams fit.
+    """
+    if cached_share >= 1.0:
+        return 1.0
+    kept = 0.0
+    for _ in range(64):
+        kept = exp(-(1.0 - kept) / cached_share)
+    return kept
+
+
+def captured(window: Window, walk: float, capacity: float, grid: Grid, machine: Machine) -> float:
+    """Share of the workgroups with a forerunner that keep to it, where a miss makes a workgroup wait.
+
+    Those that start within the cached part of their stream catch up. A workgroup starts a random delay and, when
+    units finish one after another, (step - 1) / units of a walk after its forerunner.
+    """
+    if not window.steps:
+        return 0.0
+    cached = capacity / len(window.readers)
+    delay = machine.cache.start_delay / 3  # mean distance of two random delays
+    gaps = (delay + (step - 1) * walk / window.size for step in window.steps)
+    return sum(1.0 - exp(-cached / gap) for gap in gaps) / len(window.steps)
+
+
+def kv_hit_rate(window: Window, grid: Grid, machine: Machine) -> tuple[float, float, float]:
+    """(hit rate of K and V, share of the run in step, streams of one cache) for one window."""
+    caches = machine.domains // machine.dispatch_domains
+    capacity = machine.l2_bytes.value / machine.domains / grid.tile_bytes
+    walk = grid.visits / grid.workgroups
+    streams = sum(distinct_readers(count, caches) for count in window.readers) / caches
+    first_readers = caches * streams / window.size
+    cached_share = capacity / (streams * walk)
+    # workgroups of a stream after those of one window find what is kept
+    later = 1.0 - min(1.0, window.size / len(window.readers) / readers_of_a_stream(grid, machine))
+    in_step = 1.0 - first_readers * (1.0 - later * kept_rate(cached_share))
+    lost = min(lost_rate(cached_share), in_step)
+    if makes_convoys(grid, machine):
+        share = captured(window, walk, capacity, grid, machine)
+    else:
+        units = machine.units * machine.cache.workgroups_per_unit
+        share = share_in_step(capacity / streams, grid.visits / units, grid, machine)
+        # what is kept anyway does not need its readers together
+        share = max(share, kept_rate(cached_share))
+    return share * in_step + (1 - share) * lost, share, streams
+
+
+def readers_of_a_stream(grid: Grid, machine: Machine) -> float:
+    """Workgroups of one ACC that one dispatch queue gets, in the whole launch."""
+    whole = grid.group * grid.blocks
+    placed = grid.mapping.startswith("swizzled") and grid.domains == machine.dispatch_domains
+    return whole if placed else whole / machine.dispatch_domains
+
+
+def streams_per_domain(grid: Grid, machine: Machine) -> float:
+    """Mean number of K/V streams that one domain reads at a time."""
+    caches = machine.domains // machine.dispatch_domains
+    counts = [
+        sum(distinct_readers(readers, caches) for readers in window.readers) / caches
+        for window in windows(grid, machine)
+    ]
+    return sum(counts) / len(counts)
+
+
+def estimate(grid: Grid, machine: Machine) -> Estimate:
+    """Hit rate, bytes and time of a launch. Raises ModelError on an impossible shape."""
+    grid.check()
+    found = windows(grid, machine)
+    rows = [kv_hit_rate(window, grid, machine) for window in found]
+    kv_rate, share, streams = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    caches = machine.domains // machine.dispatch_domains
+    kv_bytes = float(grid.visits * grid.tile_bytes)
+    own_bytes = float(grid.workgroups * grid.block_bytes)
+    missed = kv_bytes * (1 - kv_rate)
+    # of the lines that a partition misses, some are found in the partition that is their home
+    fetched = missed / (1 + (caches - 1) / caches * kv_rate)
+    least = float(grid.batch * grid.kv_heads * grid.tiles * grid.tile_bytes)
+    hbm = max(fetched, least) + own_bytes
+    hit_rate = (kv_rate * kv_bytes + own_bytes) / grid.requested_bytes
+    seconds = run_seconds(grid, machine, kv_rate, hbm)
+    return Estimate(
+        hit_rate, hbm, float(grid.requested_bytes), seconds, grid.flops / seconds / 1e12, streams, share
+    )
+
+
+def run_seconds(grid: Grid, machine: Machine, kv_rate: float, hbm_bytes: float) -> float:
+    """Time of a launch whose units compute, wait where misses are exposed, and share the memory."""
+    model = machine.cache
+    tile = model.tile_seconds(grid, machine.units)
+    # readers in a convoy wait for memory as the first of them does
+    waits = model.miss_latency if model.depth == 0 else max(0.0, model.miss_latency / model.depth - tile)
+    walk = grid.visits / grid.workgroups
+    waves = grid.workgroups / machine.units
+    if not grid.causal:
+        waves = ceil(waves)  # causal, longest first, leaves no tail
+    busy = waves * (walk * (tile + waits) + model.start_delay / 2 * tile)
+    return max(busy, hbm_bytes / model.read_bandwidth)
