@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from numa_attention import attention
+from vllm_numa_backend.checkpoints import Heads
 
 from .harness import HuggingFaceModel, PagedModel, perplexity, steps_of, teacher_forced
 from .texts import speech_tokens
@@ -56,6 +57,15 @@ def test_decode_kernels_reproduce_the_text_scores(kernels, decode_query, base_mo
     wanted = expected[:, : length - 1]
     assert (scores - wanted).abs().max() < 2e-3
     assert perplexity(scores) == pytest.approx(perplexity(wanted), rel=1e-4)
+
+
+def test_decode_kernels_on_a_twin_with_groups_of_four(twin_model, text, expected):
+    length = LENGTH["torch"]
+    kernels = "auto" if HAS_GPU else "torch"
+    folder = twin_model(Heads(16, 4, 64))
+    model = PagedModel(folder, sequences=len(text), max_tokens=length, kernels=kernels, device=DEVICE)
+    scores = teacher_forced(model, text[:, :length], steps_of(length, 40, 4))
+    assert (scores - expected[:, : length - 1]).abs().max() < 2e-3
 
 
 def put(entries: torch.Tensor, *index: int, change: int) -> None:
