@@ -65,6 +65,13 @@ def test_decode_of_several_tokens(kernels, query_len, device):
 
 
 @kernels
+def test_decode_in_several_row_blocks(kernels, device):
+    # 8 tokens x 24 heads fill three row blocks; the shorter requests leave some of them empty
+    case = make_paged_case([8, 1, 3], [300, 63, 100], q_heads=48, kv_heads=2, device=device)
+    check(case, kernels=kernels, num_decodes=3, planner_options={"max_decode_query": 8})
+
+
+@kernels
 @pytest.mark.parametrize("window", [0, 1, 15, 33, 1000])
 def test_window_reads_nothing_left_of_it(kernels, window, device):
     query_lens, seq_lens = [1, 1, 50, 17], [30, 300, 150, 17]

@@ -178,7 +178,7 @@ def test_corrupting_one_entry_changes_the_output(kernels, field, device):
 
 
 def test_prefill_follows_its_tile_list(device):
-    case = make_paged_case([200], [200], device=device)
+    case = make_paged_case([300], [300], device=device)
     for kernels in ("triton", "torch"):
         schedule = make_planner(case, kernels=kernels).plan(step_of(case, 0))
         right, _ = run(case, schedule, scale=0.125)

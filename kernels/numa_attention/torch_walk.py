@@ -31,37 +31,53 @@ class _Layer:
         """(query tokens [M] in the batch, query heads [M], positions [M]) of one packed tile."""
         group = self.shape.group
         query_len = self.query_start[request + 1] - self.query_start[request]
-        row = torch.arange(block * block_m, min((block + 1) * block_m, query_len * group))
+        begin = block * block_m  # past the last row for a short query in a list made for longer ones
+        row = torch.arange(begin, max(begin, min(begin + block_m, query_len * group)))
         query = row // group
         position = self.seq_lens[request] - query_len + query
         return self.query_start[request] + query, kv_head * group + row % group, position
 
+    def tokens_of(self, pages, request: int, kv_head: int, first: int, count: int) -> torch.Tensor:
+        """Tokens first to first + count of one KV head, float32 [count, head_dim or head_dim_v]; whole pages at a time."""
+        page_size = self.shape.page_size
+        begin, end = first // page_size, -(-(first + count) // page_size)
+        rows = pages[:, :, kv_head][self.batch.block_table[request, begin:end].long()]
+        return rows.flatten(0, 1)[first - begin * page_size :][:count].float()
+
     def attend(self, request, kv_head, tokens, heads, position, key_begin, key_end):
         """Normalised output [M, head_dim_v] and natural LSE [M] over keys [key_begin, key_end) that the tile sees."""
+        if len(position) == 0:
+            return self.q.new_zeros(0, self.shape.head_dim_v, dtype=torch.float32), self.q.new_zeros(
+                0
+            ).float()
         window = self.shape.window
-        low, high = 0, self.seq_lens[request]
-        if len(position):
-            low = max(int(position[0]) - window, 0) if window >= 0 else 0
-            high = min(high, int(position[-1]) + 1) if self.batch.causal else high
-        key = torch.arange(max(key_begin, low), max(min(key_end, high), max(key_begin, low)))
-        page = self.batch.block_table[request, key // self.shape.page_size].long()
-        offset = key % self.shape.page_size
-        b_k = self.k_pages[page, offset, kv_head].float()
-        b_v = self.v_pages[page, offset, kv_head].float()
-        score = self.q[tokens, heads].float() @ b_k.T * self.scale
+        low = max(int(position[0]) - window, 0) if window >= 0 else 0
+        high = self.seq_lens[request]
+        if self.batch.causal:
+            high = min(high, int(position[-1]) + 1)
+        first = max(key_begin, low)
+        key = torch.arange(first, max(min(key_end, high), first))
+        b_k = self.tokens_of(self.k_pages, request, kv_head, first, len(key))
+        b_v = self.tokens_of(self.v_pages, request, kv_head, first, len(key))
+        score = (self.q[tokens, heads].float() * self.scale) @ b_k.T
         if self.soft_cap > 0.0:
             score = self.soft_cap * torch.tanh(score / self.soft_cap)
         if self.alibi_slopes is not None:
             score += self.alibi_slopes[heads, None].float() * (key[None, :] - position[:, None])
-        hidden = torch.zeros(score.shape, dtype=torch.bool)
+        # only keys right of the first query's position or left of the last query's window are hidden from some row
         if self.batch.causal:
-            hidden |= key[None, :] > position[:, None]
+            edge = max(int(position[0]) + 1 - first, 0)
+            score[:, edge:].masked_fill_(key[edge:] > position[:, None], float("-inf"))
         if window >= 0:
-            hidden |= key[None, :] + window < position[:, None]
-        score.masked_fill_(hidden, float("-inf"))
-        lse = torch.logsumexp(score, dim=1)
-        weight = torch.exp(score - torch.where(lse == float("-inf"), 0.0, lse)[:, None])
-        return weight @ b_v, lse
+            edge = max(int(position[-1]) - window - first, 0)
+            score[:, :edge].masked_fill_(key[:edge] + window < position[:, None], float("-inf"))
+        if len(key) == 0:
+            return score.new_zeros(len(score), b_v.shape[1]), score.new_full((len(score),), float("-inf"))
+        largest = score.amax(1, keepdim=True)
+        weight = score.sub_(torch.where(largest == float("-inf"), 0.0, largest)).exp_()
+        total = weight.sum(1, keepdim=True)
+        output = weight @ b_v / torch.where(total > 0.0, total, 1.0)
+        return output, (largest + total.log())[:, 0]
 
     def write(self, tokens, heads, output, lse):
         """Apply the sink and the value scale, and store one finished tile."""

@@ -71,6 +71,7 @@ DECODE_TILES = {
 DECODE_MAX_ROWS = 64  # a larger packed tile is cut into row blocks, each of which reads the KV again
 FOUR_WARPS_ELEMENTS = 64 * 128  # float32 elements of the accumulator that the registers of four warps hold
 DECODE_WORKGROUPS_PER_UNIT = {"nvidia": 2, "amd": 2, "cpu": 1}
+TORCH_BLOCK_M = 512  # a tile of the torch kernels is a matrix product: fewer, taller ones gather K and V less often
 MAPPING = "swizzled-head-first"
 
 
@@ -101,6 +102,8 @@ def choose_prefill(
 ) -> Variant:
     """The prefill variant for a layer shape. kernels: "triton" or "torch"."""
     tile = _tile(PREFILL_TILES, shape, topology)
+    if kernels == "torch":
+        tile = replace(tile, block_m=TORCH_BLOCK_M)
     name = "portable-prefill" if kernels == "triton" else "torch-prefill"
     return Variant(
         name,
