@@ -6,11 +6,25 @@ everything is one batched product. Float32 throughout.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
 from numa_attention.decode.work_list import partial_slot
 from numa_attention.merge import merge_states
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The products of a decode are small: more threads only wait for one another, for long where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Layer:
@@ -38,7 +52,7 @@ class _Layer:
         return self.query_start[request] + query, kv_head * group + row % group, position
 
     def tokens_of(self, pages, request: int, kv_head: int, first: int, count: int) -> torch.Tensor:
-        """Tokens first to first + count of one KV head, float32 [count, head_dim or head_dim_v]; whole pages at a time."""
+        """Tokens first to first + count of one KV head, float32 [count, head_dim or head_dim_v], by whole pages."""
         page_size = self.shape.page_size
         begin, end = first // page_size, -(-(first + count) // page_size)
         rows = pages[:, :, kv_head][self.batch.block_table[request, begin:end].long()]
@@ -92,6 +106,7 @@ class _Layer:
             self.lse[tokens, heads] = lse
 
 
+@_one_thread()
 def decode(
     q, k_pages, v_pages, out, schedule, *, scale, soft_cap=0.0, sinks=None, alibi_slopes=None, k_scale=None,
     v_scale=None, lse=None,
