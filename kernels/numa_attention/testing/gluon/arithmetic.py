@@ -255,6 +255,9 @@ class Arithmetic(BuilderBase):
                 )
         return Value(value.data, type)
 
+    def is_convert_layout_trivial(self, type: Type, value: Value) -> bool:
+        return self.real.is_convert_layout_trivial(type.real, self.real.create_poison(value.type.real))
+
     def can_exchange_between_ctas(self) -> bool:
         return gluon_compat.exchanges_between_ctas(self.generation)
 

@@ -64,7 +64,7 @@ class BuilderBase:
     def __getattr__(self, name: str):
         if name.startswith("get_") and name.endswith("_layout"):
             return self._remembered_layout(name)
-        if name.startswith(("get_", "to_linear", "is_convert")):
+        if name.startswith(("get_", "to_linear")):
             return getattr(self.real, name)
         if name.startswith("create_"):
             raise NotModelled(

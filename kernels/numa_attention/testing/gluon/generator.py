@@ -204,10 +204,11 @@ class EagerGenerator(CodeGenerator):
                 self.set_value(induction, value)
             self.visit_compound_statement(node.body)
             for name, old in before.items():
-                if name in living and name != induction and self.lscope[name] is not old:
+                if name != induction and self.lscope[name] is not old:
                     self._verify_loop_carried_variable(name, self.lscope[name], old)
+            # a name that the body binds first is gone in the next round, and after the loop
+            self.lscope = {name: value for name, value in self.lscope.items() if name in living}
         self.scf_stack.pop()
-        self.lscope = {name: value for name, value in self.lscope.items() if name in living}
 
     def visit_While(self, node):
         def rounds():
