@@ -3,13 +3,12 @@
 A stream is the K/V of one ACC. In a window of the workgroups that run at a time, the number of streams and the
 workgroups of each follow from the mapping. Two limits are known exactly:
 
-in step     all workgroups of a stream read a tile together: one miss per stream and cache;
-phases lost they read at random places of a stream of NT tiles: a tile that stays for W tile times is found by the
-            next reader with probability 1 - exp(-W / gap), where W itself follows from the rate of misses.
+in step      all workgroups of a stream read a tile together: one miss per stream and cache;
+phases lost  they read at random places of their streams of NT tiles: the cached share C / (S NT) of the reads hits.
 
 Where a miss makes a workgroup wait, those behind catch up: streams that start together stay together (a convoy).
-Where it does not, places diffuse by jitter and drift by the units' speeds, and the two limits are blended by the
-share of the run in which two readers are still within the cached part of a stream.
+Where it does not, places diffuse by jitter and drift by the units' speeds. The two limits are blended by the share of
+the run, or of the workgroups, that is still within the cached part of its stream. No constant is fitted to a row.
 """
 
 from __future__ import annotations
@@ -109,27 +108,16 @@ def windows(grid: Grid, machine: Machine) -> list[Window]:
     return result
 
 
-def lost_rate(cached_share: float) -> float:
-    """Hit rate of readers at random places, from cached tiles / tiles of all streams.
-
-    A tile stays for W = C / (U y) tile times, y the miss rate, and the next reader is gap = S NT / U away on average:
-    y = exp(-W / gap) = exp(-cached_share / y). Above 1 / e there is no such y: readers find all the others left.
-    """
-    miss = 1.0
-    for _ in range(64):
-        miss = exp(-cached_share / miss)
-        if miss < 1e-3:
-            return 1.0
-    return 1.0 - miss
-
-
 def distinct_readers(readers: int, caches: int) -> float:
     """Expected number of caches that the readers of a stream sit behind, one chosen at random for each."""
     return caches * (1.0 - (1.0 - 1.0 / caches) ** readers)
 
 
 def share_in_step(window_tiles: float, walked: float, grid: Grid, machine: Machine) -> float:
-    """Share of a run of `walked` tiles per unit in which two readers are within the cached part of a stream."""
+    """Share of a run of `walked` tiles per unit in which a reader finds what the first one read.
+
+    Readers spread with sigma; within half of the cached part around their mean (the rest is of random age) they hit.
+    """
     model = machine.cache
     walk = grid.visits / grid.workgroups
     per_tile = model.tile_jitter**2 + model.start_delay**2 / 12 / walk
@@ -137,7 +125,7 @@ def share_in_step(window_tiles: float, walked: float, grid: Grid, machine: Machi
     for step in range(STEPS):
         n = walked * (step + 0.5) / STEPS
         sigma = sqrt(per_tile * n + (model.unit_spread * n) ** 2)
-        total += erf(window_tiles / (2 * sqrt(2) * sigma))
+        total += erf(window_tiles / 4 / (sqrt(2) * sigma))
     return total / STEPS
 
 
@@ -161,18 +149,24 @@ def kept_rate(cached_share: float) -> float:
     return kept
 
 
-def captured(window: Window, walk: float, capacity: float, grid: Grid, machine: Machine) -> float:
-    """Share of the workgroups with a forerunner that keep to it, where a miss makes a workgroup wait.
+def captured(cached_tiles: float, machine: Machine) -> float:
+    """Share of the workgroups that keep to their stream's convoy, where a miss makes a workgroup wait.
 
-    Those that start within the cached part of their stream catch up. A workgroup starts a random delay and, when
-    units finish one after another, (step - 1) / units of a walk after its forerunner.
+    The readers of a convoy end together and start together, but for their random delays: those start within the cached
+    part of the stream catch up, and a late one that does not is lost to those behind it as well.
     """
-    if not window.steps:
-        return 0.0
-    cached = capacity / len(window.readers)
-    delay = machine.cache.start_delay / 3  # mean distance of two random delays
-    gaps = (delay + (step - 1) * walk / window.size for step in window.steps)
-    return sum(1.0 - exp(-cached / gap) for gap in gaps) / len(window.steps)
+    return min(1.0, cached_tiles / machine.cache.start_delay) ** 1.5
+
+
+def lost_rate(window: Window, cached_share: float, streams: float) -> float:
+    """Hit rate of readers at random places of their streams.
+
+    A tile stays for W = C / (U y) tile times after it was read, y the miss rate, and readers come every gap =
+    S NT / U: one miss per W + gap gives y = 1 - C / (S NT). Readers whose forerunner is just before them in the queue
+    follow it as if theirs were the only stream.
+    """
+    neighbours = sum(step == 1 for step in window.steps) / window.size
+    return max(min(1.0, cached_share), neighbours * min(1.0, cached_share * streams))
 
 
 def kv_hit_rate(window: Window, grid: Grid, machine: Machine) -> tuple[float, float, float]:
@@ -186,9 +180,9 @@ def kv_hit_rate(window: Window, grid: Grid, machine: Machine) -> tuple[float, fl
     # workgroups of a stream after those of one window find what is kept
     later = 1.0 - min(1.0, window.size / len(window.readers) / readers_of_a_stream(grid, machine))
     in_step = 1.0 - first_readers * (1.0 - later * kept_rate(cached_share))
-    lost = min(lost_rate(cached_share), in_step)
+    lost = min(lost_rate(window, cached_share, streams), in_step)
     if makes_convoys(grid, machine):
-        share = captured(window, walk, capacity, grid, machine)
+        share = captured(capacity / streams, machine)
     else:
         units = machine.units * machine.cache.workgroups_per_unit
         share = share_in_step(capacity / streams, grid.visits / units, grid, machine)

@@ -95,7 +95,7 @@ class Machine:
 # Same kernel source, same kind of scheduler: the jitter of a tile and the spread of the units' speeds found on the
 # H200 serve for every machine.
 TILE_JITTER = 0.03
-UNIT_SPREAD = 3.5e-4
+UNIT_SPREAD = 3.7e-4
 
 H200_CACHE = Cache(
     partitioned=True,
