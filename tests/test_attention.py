@@ -97,6 +97,20 @@ def test_non_causal(kernels, device):
 
 
 @kernels
+def test_non_causal_with_more_queries_than_keys(kernels, device):
+    # as in cross attention, where the two lengths have nothing to do with one another
+    case = make_paged_case([30, 2, 90], [7, 5, 40], device=device)
+    check(case, kernels=kernels, num_decodes=0, causal=False)
+
+
+@kernels
+def test_causal_with_more_queries_than_keys(kernels, device):
+    # vLLM's dummy runs plan such steps: the first queries stand left of every key
+    case = make_paged_case([3, 30], [1, 7], device=device)
+    check(case, kernels=kernels, num_decodes=1, planner_options={"max_decode_query": 4})
+
+
+@kernels
 def test_soft_cap_sinks_and_alibi(kernels, device):
     case = make_paged_case([1, 1, 40], [70, 300, 130], q_heads=6, kv_heads=2, device=device)
     random = torch.Generator().manual_seed(1)

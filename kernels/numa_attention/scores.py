@@ -41,9 +41,10 @@ def score_tile(
 def visible(o_position, o_key, kv_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Mask [M, N]: does the query at o_position [M] see the key at o_key [N]?
 
-    WINDOW: tokens to the left of the query that it still sees, -1 for all.
+    WINDOW: tokens to the left of the query that it still sees, -1 for all. A causal row at a negative position, as
+    padding rows are, sees nothing.
     """
-    m_visible = (o_key < kv_len)[None, :] & (o_position >= 0)[:, None]
+    m_visible = tl.broadcast_to((o_key < kv_len)[None, :], o_position.shape[0], o_key.shape[0])
     if CAUSAL:
         m_visible = m_visible & (o_key[None, :] <= o_position[:, None])
     if WINDOW >= 0:
