@@ -23,6 +23,7 @@ from .machines import Machine
 
 WINDOWS = 5  # places of the launch at which the streams are counted
 STEPS = 8  # of the mean over the run
+CAPTURE = 2.0  # both a reader and its forerunner must start within the cached part
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def captured(cached_tiles: float, machine: Machine) -> float:
     The readers of a convoy end together and start together, but for their random delays: those start within the cached
     part of the stream catch up, and a late one that does not is lost to those behind it as well.
     """
-    return min(1.0, cached_tiles / machine.cache.start_delay) ** 1.5
+    return min(1.0, cached_tiles / machine.cache.start_delay) ** CAPTURE
 
 
 def lost_rate(window: Window, cached_share: float, streams: float) -> float:

@@ -15,6 +15,7 @@ class Grid:
     """A forward launch: heads, tokens, elements; every request has the same length.
 
     mapping: one of MAPPINGS. block_m: query rows a workgroup. block_n: tokens of a K/V tile.
+    query_length: query rows of a head, 0 for as many as tokens; a tile that packs a GQA group has more.
     domains: NUMA domains that the mapping swizzles over. longest_first: the last query blocks start first.
     """
 
@@ -30,6 +31,7 @@ class Grid:
     domains: int = 1
     longest_first: bool = False
     element_bytes: int = 2
+    query_length: int = 0
 
     @property
     def group(self) -> int:
@@ -38,7 +40,7 @@ class Grid:
     @property
     def blocks(self) -> int:
         """Query blocks of one head."""
-        return -(-self.length // self.block_m)
+        return -(-(self.query_length or self.length) // self.block_m)
 
     @property
     def tiles(self) -> int:
@@ -76,7 +78,7 @@ class Grid:
     @property
     def flops(self) -> float:
         """Operations that count: both products, half of the square under a causal mask."""
-        pairs = self.length**2 * (0.5 if self.causal else 1.0)
+        pairs = (self.query_length or self.length) * self.length * (0.5 if self.causal else 1.0)
         return 4.0 * self.batch * self.q_heads * pairs * self.head_dim
 
     @property
@@ -88,6 +90,8 @@ class Grid:
         """Raises ModelError, one sentence, where the shape is impossible."""
         if self.mapping not in MAPPINGS:
             raise ModelError(f"unknown mapping {self.mapping!r}: choose one of {', '.join(MAPPINGS)}.")
+        if self.query_length < 0:
+            raise ModelError(f"query_length is {self.query_length}: it must not be negative.")
         for name in (
             "batch",
             "q_heads",

@@ -1,0 +1,359 @@
+"""Tensor-parallel and context-parallel sizes for a model on some GPUs: what fits, what is fastest, and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+
+from . import ModelError
+from .machines import Machine
+from .placement import MERGED_TENSORS, Attention, Cost, costs
+
+WEIGHT_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2, "fp8": 1, "mxfp4": 0.53, "int4": 0.5}
+KV_BYTES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1}
+ACTIVATIONS_BYTES = 2 * 1e9  # what an engine keeps for activations, graphs and the communication library on each GPU
+COLLECTIVE_LATENCY = 10e-6  # seconds of one small collective between GPUs
+COLLECTIVES_PER_LAYER = 2  # all-reduces of tensor parallelism
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder model as planning sees it. `latent`: elements of a token's compressed KV (MLA), 0 for MHA and GQA.
+
+    layers: all of them. full_layers: those whose KV grows with the context. window: tokens kept by the others.
+    """
+
+    name: str
+    layers: int
+    full_layers: int
+    window: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    latent: int
+    weights_bytes: float
+    element_bytes: float
+    trained_context: int
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements that one layer caches for one token."""
+        return self.latent or 2 * self.kv_heads * self.head_dim
+
+
+def read_config(path: str | Path) -> ModelShape:
+    """The shape in a Hugging Face config.json, or in the folder of one.
+
+    Raises ModelError, one sentence, where there is none or it lacks what an attention layer has.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError(f"there is no {path}: give a Hugging Face config.json or its folder.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} is no readable config.json: {error}.") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is no config.json: it holds no object.")
+    text = config.get("text_config") or config
+    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    quantised = (config.get("quantization_config") or {}).get("quant_method")
+    return shape_of(text, str(path), dtype or "bfloat16", quantised)
+
+
+def number(config: dict, key: str, where: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{where} has no usable {key} (it is {value!r}): a decoder's config.json needs it.")
+    return value
+
+
+def shape_of(config: dict, where: str, dtype: str, quantised: str | None) -> ModelShape:
+    """The shape in the text part of a config."""
+    layers = number(config, "num_hidden_layers", where)
+    q_heads = number(config, "num_attention_heads", where)
+    hidden = number(config, "hidden_size", where)
+    latent = 0
+    if config.get("kv_lora_rank"):
+        latent = number(config, "kv_lora_rank", where) + number(config, "qk_rope_head_dim", where)
+        kv_heads, head_dim = 1, latent
+    else:
+        kv_heads = number(config, "num_key_value_heads", where)
+        if config.get("head_dim") is None and hidden % q_heads:
+            raise ModelError(f"{where} has no head_dim, and {q_heads} heads do not divide hidden_size {hidden}.")
+        head_dim = number(config, "head_dim", where) if config.get("head_dim") else hidden // q_heads
+        if q_heads % kv_heads:
+            raise ModelError(
+                f"{where}: num_attention_heads {q_heads} is no multiple of num_key_value_heads {kv_heads}."
+            )
+    kinds = config.get("layer_types") or []
+    growing = ("full_attention", "attention")
+    full = sum(kind in growing for kind in kinds) if kinds else layers
+    window = config.get("sliding_window") or 0
+    if not kinds and window and config.get("use_sliding_window", True):
+        full = 0
+    if dtype not in WEIGHT_BYTES:
+        raise ModelError(f"{where} has dtype {dtype!r}: known are {', '.join(WEIGHT_BYTES)}.")
+    weight_bytes = WEIGHT_BYTES.get(quantised or dtype, WEIGHT_BYTES[dtype])
+    return ModelShape(
+        name=str(config.get("model_type", "model")),
+        layers=layers,
+        full_layers=full,
+        window=int(window),
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        latent=latent,
+        weights_bytes=weight_bytes * parameters(config, layers, hidden, q_heads, kv_heads, head_dim, where),
+        element_bytes=min(2, WEIGHT_BYTES[dtype]) if dtype not in ("float32", "float") else 4,
+        trained_context=int(config.get("max_position_embeddings") or 0),
+    )
+
+
+def parameters(
+    config: dict, layers: int, hidden: int, q_heads: int, kv_heads: int, head_dim: int, where: str
+) -> float:
+    """Parameters of a decoder, from its sizes: embeddings, attention, gated feed-forward layers or experts."""
+    vocabulary = number(config, "vocab_size", where)
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    if config.get("kv_lora_rank"):
+        no_rope, rope = number(config, "qk_nope_head_dim", where), number(config, "qk_rope_head_dim", where)
+        values, rank = number(config, "v_head_dim", where), number(config, "kv_lora_rank", where)
+        q_rank = config.get("q_lora_rank")
+        query = q_rank * (hidden + q_heads * (no_rope + rope)) if q_rank else hidden * q_heads * (no_rope + rope)
+        attention = query + hidden * (rank + rope) + rank * q_heads * (no_rope + values) + q_heads * values * hidden
+    else:
+        attention = hidden * head_dim * 2 * (q_heads + kv_heads)
+    experts = config.get("n_routed_experts") or config.get("num_local_experts") or config.get("num_experts") or 0
+    dense_layers = config.get("first_k_dense_replace", 0) if experts else layers
+    width = config.get("intermediate_size") or 4 * hidden
+    feed_forward = dense_layers * 3 * hidden * width
+    if experts:
+        expert_width = config.get("moe_intermediate_size") or width
+        shared = config.get("n_shared_experts") or 0
+        feed_forward += (layers - dense_layers) * 3 * hidden * expert_width * (experts + shared)
+    return float(embeddings + layers * attention + feed_forward)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to split. KV heads go `head_parts` ways, the context `context_parallel` ways, the weights over all GPUs.
+
+    kv_bytes: of all requests, on one GPU. longest_context: tokens a request that fit. seconds: one decode step.
+    """
+
+    tensor_parallel: int
+    context_parallel: int
+    head_parts: int
+    kv_copies: int
+    weights_bytes: float
+    kv_bytes: float
+    room_bytes: float
+    fits: bool
+    longest_context: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer: `best` of `options`, `reasons` in sentences, the six placements over GPUs and NUMA domains."""
+
+    model: ModelShape
+    machine: str
+    gpus: int
+    context: int
+    requests: int
+    fits: bool
+    best: Option
+    options: list[Option]
+    reasons: list[str]
+    flags: str
+    placements: list[Cost]
+    placements_fit: list[bool]
+
+
+def tokens(text: str) -> int:
+    """A number of tokens: 131072, 128k, 1M, 10M (k = 2**10, M = 2**20).
+
+    Raises ModelError otherwise.
+    """
+    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+    word = text.strip().lower()
+    factor = units.get(word[-1:], 1)
+    digits = word[:-1] if factor > 1 else word
+    try:
+        value = int(float(digits) * factor)
+    except (ValueError, OverflowError):
+        value = 0
+    if value < 1:
+        raise ModelError(f"{text!r} is no number of tokens: write 131072, 128k or 1M.")
+    return value
+
+
+def layer_tokens(model: ModelShape, context: int) -> float:
+    """Tokens cached, summed over layers: windows stop growing."""
+    others = model.layers - model.full_layers
+    return model.full_layers * context + others * (min(context, model.window) if model.window else 0)
+
+
+def option(
+    model: ModelShape,
+    machine: Machine,
+    gpus: int,
+    context_parallel: int,
+    context: int,
+    requests: int,
+    kv_element_bytes: float,
+    utilisation: float,
+) -> Option:
+    """Memory and time of one split."""
+    parts = gpus // context_parallel
+    heads = ceil(model.kv_heads / parts)
+    copies = max(1, parts * heads // model.kv_heads)
+    elements = model.latent or 2 * heads * model.head_dim
+    token_bytes = elements * kv_element_bytes * requests / context_parallel
+    weights = model.weights_bytes / gpus
+    room = machine.memory_bytes.value * utilisation - weights - ACTIVATIONS_BYTES
+    kv_bytes = token_bytes * layer_tokens(model, context)
+    growing = token_bytes * model.full_layers
+    fixed = kv_bytes - growing * context
+    if room < fixed:
+        longest = 0
+    elif growing:
+        longest = int((room - fixed) / growing)
+    else:
+        longest = context
+    collectives = model.layers * COLLECTIVES_PER_LAYER if gpus > 1 else 0
+    state = 0.0
+    if context_parallel > 1:
+        # the partial outputs are exchanged once per layer, with m and l in the same message
+        collectives += model.layers
+        per_gpu_heads = model.q_heads / parts
+        state = model.layers * requests * per_gpu_heads * (model.head_dim + MERGED_TENSORS - 1) * 4
+    reading = (weights + kv_bytes) / machine.memory_bandwidth.value
+    link = state * (context_parallel - 1) / machine.link_bandwidth.value
+    return Option(
+        gpus,
+        context_parallel,
+        parts,
+        copies,
+        weights,
+        kv_bytes,
+        room,
+        kv_bytes <= room,
+        longest,
+        reading + link + collectives * COLLECTIVE_LATENCY,
+    )
+
+
+def make_plan(
+    model: ModelShape,
+    machine: Machine,
+    gpus: int,
+    context: int,
+    *,
+    requests: int = 1,
+    kv_dtype: str = "auto",
+    utilisation: float = 0.9,
+) -> Plan:
+    """The split for `requests` requests of `context` tokens each on `gpus` of `machine`.
+
+    Raises ModelError where a number is not positive or the query heads do not divide over the GPUs.
+    """
+    for name, value in (("gpus", gpus), ("context", context), ("requests", requests)):
+        if value < 1:
+            raise ModelError(f"{name} is {value}: it must be at least 1.")
+    if not 0 < utilisation <= 1:
+        raise ModelError(f"memory utilisation is {utilisation}: it must be above 0 and at most 1.")
+    if kv_dtype not in KV_BYTES:
+        raise ModelError(f"unknown KV dtype {kv_dtype!r}: choose one of {', '.join(KV_BYTES)}.")
+    if model.q_heads % gpus:
+        raise ModelError(f"{model.q_heads} query heads do not divide over {gpus} GPUs: choose a divisor.")
+    element = KV_BYTES[kv_dtype] or model.element_bytes
+    sizes = [cp for cp in range(1, gpus + 1) if gpus % cp == 0]
+    options = [option(model, machine, gpus, cp, context, requests, element, utilisation) for cp in sizes]
+    # vLLM shards the context only over GPUs that would hold copies of the same KV head
+    most = max(1, gpus // model.kv_heads)
+    possible = [each for each in options if each.context_parallel <= most]
+    best = min(possible, key=lambda each: (not each.fits, each.seconds if each.fits else each.kv_bytes))
+    attention = Attention(
+        1 if model.latent else model.kv_heads,
+        model.q_heads if model.latent else model.q_heads // model.kv_heads,
+        model.head_dim,
+        max(1, model.full_layers),
+        max(1, int(element)),
+    )
+    if model.latent:
+        # the latent serves as key and value: one copy, not two
+        attention = replace(attention, head_dim=model.head_dim // 2)
+    placed = costs(attention, context, gpus, machine.domains)
+    unit_room = (machine.memory_bytes.value * utilisation - ACTIVATIONS_BYTES) / machine.domains
+    unit_room -= model.weights_bytes / gpus / machine.domains
+    return Plan(
+        model,
+        machine.name,
+        gpus,
+        context,
+        requests,
+        best.fits,
+        best,
+        options,
+        reasons(model, machine, best, options, most, context, requests),
+        flags(best),
+        placed,
+        [requests * each.unit_kv_bytes <= unit_room for each in placed],
+    )
+
+
+def flags(best: Option) -> str:
+    """vLLM's flags for the split."""
+    context = f" --decode-context-parallel-size {best.context_parallel}" if best.context_parallel > 1 else ""
+    return f"--tensor-parallel-size {best.tensor_parallel}{context}"
+
+
+def reasons(
+    model: ModelShape,
+    machine: Machine,
+    best: Option,
+    options: list[Option],
+    most: int,
+    context: int,
+    requests: int,
+) -> list[str]:
+    """Why, in sentences."""
+    gb = 1e9
+    said = [
+        f"Weights take {best.weights_bytes / gb:.1f} GB of each GPU's {machine.memory_bytes.value / gb:.0f} GB, "
+        f"which leaves {max(0.0, best.room_bytes) / gb:.1f} GB for KV."
+    ]
+    plain = options[0]
+    if best.context_parallel > 1:
+        said.append(
+            f"{best.tensor_parallel} GPUs for {model.kv_heads} KV head{'s' * (model.kv_heads > 1)} would hold "
+            f"{plain.kv_copies} copies of each; context parallelism {best.context_parallel} holds "
+            f"{best.kv_copies}, {best.kv_bytes / gb:.1f} GB a GPU instead of {plain.kv_bytes / gb:.1f} GB."
+        )
+    elif most == 1:
+        said.append(
+            f"{model.kv_heads} KV heads fill {best.tensor_parallel} GPU{'s' * (best.tensor_parallel > 1)}: there are "
+            "no copies of KV that sharding the context could save."
+        )
+    else:
+        said.append("Sharding the context would save memory that is not needed, and adds a merge per layer.")
+    if best.fits:
+        said.append(
+            f"{requests} request{'s' * (requests > 1)} of {context:,} tokens fit; up to {best.longest_context:,} would."
+        )
+    elif best.room_bytes <= 0:
+        said.append("It does not fit: the weights alone are too large; use more GPUs or quantised weights.")
+    else:
+        said.append(
+            f"It does not fit: the longest context is {best.longest_context:,} tokens; use more GPUs, or an FP8 cache."
+        )
+    if model.trained_context and context > model.trained_context:
+        said.append(f"The model was made for {model.trained_context:,} tokens (max_position_embeddings).")
+    return said
