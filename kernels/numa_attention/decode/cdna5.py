@@ -42,8 +42,19 @@ normalise = gluon.jit(scores.normalise.fn)
 
 
 @gluon.jit
+def pages_of(p_table, tile, seq_len, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr):
+    """The pages of a tile's BLOCK_N / CHUNK copies, a tuple; for copies past the sequence's end some page."""
+    last = gl.maximum(seq_len - 1, 0) // PAGE_SIZE
+    pages = ()
+    for chunk in gl.static_range(BLOCK_N // CHUNK):
+        entry = gl.minimum((tile * BLOCK_N + chunk * CHUNK) // PAGE_SIZE, last)
+        pages = pages + (gl.load(p_table + entry),)
+    return pages
+
+
+@gluon.jit
 def copy_tile(
-    pages, page_stride, token_stride, p_table, tile, tile_end, seq_len, buffer,
+    cache, page_stride, token_stride, pages, tile, tile_end, seq_len, buffer,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Request tile [BLOCK_N, HEAD_DIM] into `buffer`, in BLOCK_N / CHUNK copies; a tile past the last one is zeros."""
@@ -51,8 +62,9 @@ def copy_tile(
         start = tile * BLOCK_N + chunk * CHUNK
         rows = gl.minimum(gl.maximum(seq_len - start, 0), CHUNK)
         rows = gl.where(tile < tile_end, rows, 0)
-        page = gl.load(p_table + start // PAGE_SIZE, mask=rows > 0, other=0).to(gl.int64)
-        source = pages + page * page_stride + (start % PAGE_SIZE).to(gl.int64) * token_stride
+        source = cache + pages[chunk].to(gl.int64) * page_stride
+        if PAGE_SIZE > CHUNK:
+            source += (start % PAGE_SIZE).to(gl.int64) * token_stride
         descriptor = cdna5.tdm.make_tensor_descriptor(
             source, (rows, HEAD_DIM), (token_stride, 1), (CHUNK, HEAD_DIM), buffer.type.layout
         )
@@ -293,20 +305,24 @@ def decode_kernel(
         key_low = gl.maximum(seq_len - query_len - WINDOW, 0) if WINDOW >= 0 else 0
 
         if FORM == "four-stage":
-            # in this order: K0, then K(i + 1) and V(i) together
+            # requested in this order: K0, K1, V0, K2, V1, and then K(i + 3) and V(i + 2) in round i
+            pages_v = pages_of(p_table, tile_begin, seq_len, BLOCK_N, PAGE_SIZE, CHUNK)
             copy_tile(
-                p_k, k_page_stride, k_token_stride, p_table, tile_begin, tile_end, seq_len, buffers_k.index(0),
+                p_k, k_page_stride, k_token_stride, pages_v, tile_begin, tile_end, seq_len, buffers_k.index(0),
                 HEAD_DIM, BLOCK_N, PAGE_SIZE, CHUNK,
             )  # fmt: skip
             for ahead in gl.static_range(2):
+                pages_k = pages_of(p_table, tile_begin + ahead + 1, seq_len, BLOCK_N, PAGE_SIZE, CHUNK)
                 copy_tile(
-                    p_k, k_page_stride, k_token_stride, p_table, tile_begin + ahead + 1, tile_end, seq_len,
+                    p_k, k_page_stride, k_token_stride, pages_k, tile_begin + ahead + 1, tile_end, seq_len,
                     buffers_k.index(ahead + 1), HEAD_DIM, BLOCK_N, PAGE_SIZE, CHUNK,
                 )  # fmt: skip
                 copy_tile(
-                    p_v, v_page_stride, v_token_stride, p_table, tile_begin + ahead, tile_end, seq_len,
+                    p_v, v_page_stride, v_token_stride, pages_v, tile_begin + ahead, tile_end, seq_len,
                     buffers_v.index(ahead), HEAD_DIM, BLOCK_N, PAGE_SIZE, CHUNK,
                 )  # fmt: skip
+                pages_v = pages_k
+            pages_k = pages_of(p_table, tile_begin + 3, seq_len, BLOCK_N, PAGE_SIZE, CHUNK)
             cdna5.tdm.async_wait(4 * COPIES)
             b_s = multiply_keys(b_q, buffers_k.index(0), BLOCK_M, BLOCK_N, ACC)
             b_s, b_m, b_alpha = begin_softmax(
@@ -315,13 +331,15 @@ def decode_kernel(
             )  # fmt: skip
             for tile in range(tile_begin, tile_end):
                 step = tile - tile_begin
+                # the block table is read a round before its pages are asked for
+                pages_next = pages_of(p_table, tile + 4, seq_len, BLOCK_N, PAGE_SIZE, CHUNK)
                 # into the buffers that the round before has read
                 copy_tile(
-                    p_k, k_page_stride, k_token_stride, p_table, tile + 3, tile_end, seq_len,
+                    p_k, k_page_stride, k_token_stride, pages_k, tile + 3, tile_end, seq_len,
                     buffers_k.index(step % 3), HEAD_DIM, BLOCK_N, PAGE_SIZE, CHUNK,
                 )  # fmt: skip
                 copy_tile(
-                    p_v, v_page_stride, v_token_stride, p_table, tile + 2, tile_end, seq_len,
+                    p_v, v_page_stride, v_token_stride, pages_v, tile + 2, tile_end, seq_len,
                     buffers_v.index((step + 2) % 3), HEAD_DIM, BLOCK_N, PAGE_SIZE, CHUNK,
                 )  # fmt: skip
                 cdna5.tdm.async_wait(4 * COPIES)
@@ -336,26 +354,30 @@ def decode_kernel(
                     b_next, b_m, tile + 1, o_position, b_slope, gl.where(tile + 1 < tile_end, seq_len, 0),
                     qk_scale, soft_cap, BLOCK_N, ACC, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI,
                 )  # fmt: skip  # tile + 1
+                pages_v = pages_k
+                pages_k = pages_next
         else:
             AHEAD: gl.constexpr = BUFFERS - 1
             for ahead in gl.static_range(AHEAD):
+                pages = pages_of(p_table, tile_begin + ahead, seq_len, BLOCK_N, PAGE_SIZE, CHUNK)
                 copy_tile(
-                    p_k, k_page_stride, k_token_stride, p_table, tile_begin + ahead, tile_end, seq_len,
+                    p_k, k_page_stride, k_token_stride, pages, tile_begin + ahead, tile_end, seq_len,
                     buffers_k.index(ahead), HEAD_DIM, BLOCK_N, PAGE_SIZE, CHUNK,
                 )  # fmt: skip
                 copy_tile(
-                    p_v, v_page_stride, v_token_stride, p_table, tile_begin + ahead, tile_end, seq_len,
+                    p_v, v_page_stride, v_token_stride, pages, tile_begin + ahead, tile_end, seq_len,
                     buffers_v.index(ahead), HEAD_DIM, BLOCK_N, PAGE_SIZE, CHUNK,
                 )  # fmt: skip
             for tile in range(tile_begin, tile_end):
                 slot = (tile - tile_begin) % BUFFERS
                 copied = (tile - tile_begin + AHEAD) % BUFFERS
+                pages = pages_of(p_table, tile + AHEAD, seq_len, BLOCK_N, PAGE_SIZE, CHUNK)
                 copy_tile(
-                    p_k, k_page_stride, k_token_stride, p_table, tile + AHEAD, tile_end, seq_len,
+                    p_k, k_page_stride, k_token_stride, pages, tile + AHEAD, tile_end, seq_len,
                     buffers_k.index(copied), HEAD_DIM, BLOCK_N, PAGE_SIZE, CHUNK,
                 )  # fmt: skip
                 copy_tile(
-                    p_v, v_page_stride, v_token_stride, p_table, tile + AHEAD, tile_end, seq_len,
+                    p_v, v_page_stride, v_token_stride, pages, tile + AHEAD, tile_end, seq_len,
                     buffers_v.index(copied), HEAD_DIM, BLOCK_N, PAGE_SIZE, CHUNK,
                 )  # fmt: skip
                 cdna5.tdm.async_wait(2 * AHEAD * COPIES)

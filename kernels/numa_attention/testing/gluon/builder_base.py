@@ -30,6 +30,7 @@ class BuilderBase:
         self.memory: GlobalMemory = memory
         self.ctas: int = scheduler.ctas
         self.allocations: list[Allocation] = []
+        self.scopes: dict[Callable, dict[str, object]] = {}  # the globals of each function that was called
         self.program = (0, 0, 0)
         self.grid = (1, 1, 1)
         self._types: dict = {}

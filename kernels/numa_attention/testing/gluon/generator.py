@@ -81,7 +81,10 @@ class EagerGenerator(CodeGenerator):
         self.in_library = function.fn.__module__.startswith("triton.")
         self.begin_line = gluon_compat.first_line(function) - 1
         self.begin_col = 0
-        self.gscope = {name: self._global(value) for name, value in function.get_capture_scope().items()}
+        if function.fn not in builder.scopes:
+            scope = function.get_capture_scope()
+            builder.scopes[function.fn] = {name: self._global(value) for name, value in scope.items()}
+        self.gscope = builder.scopes[function.fn]
         self.lscope = {}
         self.local_defs = {}
         self.pending_annotations = {}
