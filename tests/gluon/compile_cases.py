@@ -1,0 +1,94 @@
+"""Compile the kernels that the interpreter's tests run, for the devices that they are written for; prints JSON.
+
+A script of its own, because the tests' process interprets Triton's library. Each line: a case, and what became of it.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+
+import gluon_cases as cases
+import torch
+
+from numa_attention import gluon_compat
+from numa_attention.decode import cdna5
+from numa_attention.testing.capture import compiling_for
+from tests.kernel_step import make_planner, step_of
+from tests.support import make_paged_case
+
+
+class CompileOnly:
+    """In place of `interpret`."""
+
+    def __init__(self, kernel, target: str = "gfx1250") -> None:
+        self.kernel, self.target = kernel, target
+
+    def __getitem__(self, grid):
+        def launch(*arguments, seed=0, **options):
+            with compiling_for(self.target) as captured:
+                self.kernel[grid](*arguments, **options)
+            compiled.extend(result for _, result in captured)
+
+        return launch
+
+
+def decode_case(form: str, kv_dtype: torch.dtype, page_size: int = 64) -> None:
+    case = make_paged_case(
+        [1, 1],
+        [700, 300],
+        q_heads=16,
+        page_size=page_size,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        kv_dtype=kv_dtype,
+    )
+    schedule = make_planner(case, kernels="torch").plan(step_of(case, 2))
+    lse = torch.full(case.q.shape[:2], math.nan)
+    scales = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)} if kv_dtype != torch.bfloat16 else {}
+    grid, arguments, constants = cdna5.launch_of(
+        case.q,
+        case.k_pages,
+        case.v_pages,
+        case.poisoned_output(),
+        schedule,
+        scale=0.1,
+        form=form,
+        lse=lse,
+        **scales,
+    )
+    CompileOnly(cdna5.decode_kernel)[grid](*arguments, **constants)
+
+
+cases.interpret = CompileOnly
+runs = {
+    "tdm gemm": cases.tdm_gemm,
+    "tdm attention": lambda: cases.tdm_attention(True),
+    "tma gemm": cases.tma_gemm,
+    "tma attention": cases.tma_attention,
+    "warp specialisation": cases.specialised_sum,
+}
+if gluon_compat.HAS_CLUSTERS:
+    runs["tdm multicast"] = cases.tdm_multicast
+    runs["tma multicast"] = cases.tma_multicast
+if gluon_compat.exchanges_between_ctas("sm_90"):
+    runs["sum over a cluster"] = lambda: cases.tma_multicast(split=(0, 1))
+for form in cdna5.FORMS:
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        name = f"decode {form} {'bf16' if dtype == torch.bfloat16 else 'fp8'}"
+        runs[name] = lambda form=form, dtype=dtype: decode_case(form, dtype)
+runs["decode small pages"] = lambda: decode_case("four-stage", torch.bfloat16, 16)
+
+for name, run in runs.items():
+    compiled = []
+    run()
+    (result,) = compiled
+    report = {"case": name, "shared": result.metadata.shared}
+    if "amdgcn" in result.asm:
+        assembly = result.asm["amdgcn"]
+        report["spills"] = int(re.search(r"\.vgpr_spill_count:\s+(\d+)", assembly).group(1))
+        report["scratch"] = int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", assembly).group(1))
+    else:
+        assembly = result.asm["ptx"]
+    report["opcodes"] = Counter(line.split()[0] for line in assembly.splitlines() if line.strip())
+    print(json.dumps(report), flush=True)

@@ -1,0 +1,66 @@
+"""The compiler takes the kernels that the interpreter runs: each sees mistakes that the other one cannot see."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from numa_attention.jit import SETTING
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, dict]:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", SETTING)
+    }
+    path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+    script = Path(__file__).with_name("compile_cases.py")
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stderr
+    return {report["case"]: report for report in map(json.loads, done.stdout.splitlines())}
+
+
+def count(report: dict, *texts: str) -> int:
+    """Instructions whose name has all the texts in it."""
+    return sum(n for opcode, n in report["opcodes"].items() if all(text in opcode for text in texts))
+
+
+def test_what_gfx1250_runs(reports):
+    for name in ("tdm gemm", "tdm attention"):
+        assert count(reports[name], "tensor_load_to_lds") and count(reports[name], "v_wmma_f32_16x16x32_bf16")
+
+
+def test_what_sm90_runs(reports):
+    for name in ("tma gemm", "tma attention"):
+        assert count(reports[name], "wgmma.mma_async")
+    assert count(reports["warp specialisation"], "setmaxnreg")
+
+
+@pytest.mark.parametrize("form", ["single", "two-stage", "four-stage"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_decode_on_gfx1250(reports, form, dtype):
+    report = reports[f"decode {form} {dtype}"]
+    assert report["spills"] == 0 and report["scratch"] == 0
+    assert report["shared"] <= 320 << 10
+    assert count(report, "tensor_load_to_lds"), "TDM copies keys and values"
+    assert count(report, "global_load_b128") <= 64, "and nothing else does"
+    assert count(report, "v_wmma_f32_16x16x32_bf16") >= 16
+    assert count(report, "ds_load_tr"), "values are transposed on their way out of LDS"
+    assert not count(report, "ds_store"), "the probabilities never go through LDS"
+    assert not count(report, "ds_bpermute"), "nor from lane to lane"
+
+
+def test_decode_with_small_pages(reports):
+    report = reports["decode small pages"]
+    assert report["spills"] == 0
+    assert count(report, "tensor_load_to_lds") >= 4 * count(
+        reports["decode four-stage bf16"], "tensor_load_to_lds"
+    )
