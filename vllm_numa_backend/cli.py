@@ -13,6 +13,9 @@ from .commands.bench import bench
 from .commands.checkpoint import checkpoint
 from .commands.demo import demo
 from .commands.doctor import doctor
+from .commands.plan import plan
+from .commands.simulate import simulate
+from .commands.variant import variant
 
 app = typer.Typer(
     name="numa-swizzle",
@@ -22,9 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (doctor, demo, checkpoint):
+for command in (doctor, demo, checkpoint, plan, variant):
     app.command()(command)
 app.add_typer(bench, name="bench")
+app.add_typer(simulate, name="simulate")
 
 
 def print_version(wanted: bool) -> None:

@@ -46,11 +46,12 @@ class Window:
     """The workgroups that one dispatch queue runs at a time.
 
     readers: workgroups of each stream. steps: for each workgroup that is not the first of its stream, how many places
-    of the queue its forerunner in the stream is before it.
+    of the queue its forerunner in the stream is before it. heads: query heads (of a request) that they belong to.
     """
 
     readers: tuple[int, ...]
     steps: tuple[int, ...]
+    heads: int
 
     @property
     def size(self) -> int:
@@ -93,6 +94,7 @@ def windows(grid: Grid, machine: Machine) -> list[Window]:
         first = int((length - resident) * (place + 0.382) / WINDOWS)
         last_seen: dict[int, int] = {}
         readers: Counter[int] = Counter()
+        heads = set()
         steps = []
         for position in range(first, first + resident):
             workgroup = position * queues + queue
@@ -103,9 +105,10 @@ def windows(grid: Grid, machine: Machine) -> list[Window]:
             if acc in last_seen:
                 steps.append(position - last_seen[acc])
             last_seen[acc] = position
+            heads.add((request, head))
             readers[acc] += 1
         if readers:
-            result.append(Window(tuple(readers.values()), tuple(steps)))
+            result.append(Window(tuple(readers.values()), tuple(steps), len(heads)))
     return result
 
 
@@ -114,20 +117,24 @@ def distinct_readers(readers: int, caches: int) -> float:
     return caches * (1.0 - (1.0 - 1.0 / caches) ** readers)
 
 
-def share_in_step(window_tiles: float, walked: float, grid: Grid, machine: Machine) -> float:
-    """Share of a run of `walked` tiles per unit in which a reader finds what the first one read.
+def share_in_step(window_tiles: float, window: Window, grid: Grid, machine: Machine) -> float:
+    """Share of a run in which a reader finds what the first one read.
 
     Readers spread with sigma; within half of the cached part around their mean (the rest is of random age) they hit.
     """
     model = machine.cache
     walk = grid.visits / grid.workgroups
     per_tile = model.tile_jitter**2 + model.start_delay**2 / 12 / walk
-    total = 0.0
-    for step in range(STEPS):
-        n = walked * (step + 0.5) / STEPS
-        sigma = sqrt(per_tile * n + (model.unit_spread * n) ** 2)
-        total += erf(window_tiles / 4 / (sqrt(2) * sigma))
-    return total / STEPS
+    if grid.causal and grid.longest_first:
+        # who ends late gets a shorter walk, which holds the units together: what is left is one walk's noise, and
+        # the difference between the walks that run at a time
+        difference = grid.block_m / grid.block_n * window.size / window.heads
+        spreads = [sqrt(per_tile * walk + difference**2 / 12)]
+    else:
+        walked = grid.visits / (machine.units * model.workgroups_per_unit)
+        places = [walked * (step + 0.5) / STEPS for step in range(STEPS)]
+        spreads = [sqrt(per_tile * place + (model.unit_spread * place) ** 2) for place in places]
+    return sum(erf(window_tiles / 4 / (sqrt(2) * sigma)) for sigma in spreads) / len(spreads)
 
 
 def makes_convoys(grid: Grid, machine: Machine) -> bool:
@@ -185,8 +192,7 @@ def kv_hit_rate(window: Window, grid: Grid, machine: Machine) -> tuple[float, fl
     if makes_convoys(grid, machine):
         share = captured(capacity / streams, machine)
     else:
-        units = machine.units * machine.cache.workgroups_per_unit
-        share = share_in_step(capacity / streams, grid.visits / units, grid, machine)
+        share = share_in_step(capacity / streams, window, grid, machine)
         # what is kept anyway does not need its readers together
         share = max(share, kept_rate(cached_share))
     return share * in_step + (1 - share) * lost, share, streams

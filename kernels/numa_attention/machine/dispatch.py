@@ -17,7 +17,7 @@ SPLIT_TILES = 4  # a split shorter than this many tiles costs more than it gains
 
 @dataclass(frozen=True)
 class Measured:
-    """One figure from a real device. seconds_ratio: time against the best mapping of the same shape."""
+    """One figure from a real device. domains: that the mapping swizzles over, 1 for those that do not."""
 
     machine: str
     mapping: str
@@ -36,8 +36,8 @@ MEASURED = (
     Measured("H200", "head-first", 128, 128, 32768, 1, 0.9905, 486, ONE_H200),
     Measured("H200", "swizzled-head-first", 128, 128, 32768, 8, 0.6465, None, ONE_H200),
     Measured("H200", "head-first", 128, 128, 131072, 1, 0.6868, None, ONE_H200),
-    Measured("MI355X", "block-first", 64, 64, 65536, 8, 0.024, None, "published, MI355X"),
-    Measured("MI355X", "head-first", 64, 64, 65536, 8, 0.936, None, "published, MI355X: 6 % faster"),
+    Measured("MI355X", "block-first", 64, 64, 65536, 1, 0.024, None, "published, MI355X"),
+    Measured("MI355X", "head-first", 64, 64, 65536, 1, 0.936, None, "published, MI355X: 6 % faster"),
 )
 
 
@@ -70,7 +70,11 @@ class Choice:
 
 def nearest(machine: Machine, mapping: str, grid: Grid) -> str:
     """A measured point of the same machine and mapping, nearest in heads and length."""
-    points = [row for row in MEASURED if row.machine == machine.name and row.mapping == mapping]
+    points = [
+        row
+        for row in MEASURED
+        if (row.machine, row.mapping, row.domains) == (machine.name, mapping, grid.domains)
+    ]
     if not points:
         return "not measured"
     row = min(points, key=lambda each: (abs(each.kv_heads - grid.kv_heads), abs(each.length - grid.length)))
@@ -123,7 +127,9 @@ def choose_prefill(
         worst = max(rows, key=lambda row: row.relative_time)
         reasons.append(f"{worst.mapping} would take {worst.relative_time:.2f} times as long.")
     if machine.dispatch_domains == 1:
-        reasons.append("Workgroups are not dealt to domains in turn here, so there is nothing to swizzle over.")
+        reasons.append(
+            "Workgroups are not dealt to domains in turn here, so there is nothing to swizzle over."
+        )
     domains = machine.dispatch_domains if best.mapping.startswith("swizzled") else 1
     workgroups = found[best.mapping][0].workgroups
     return Choice("prefill", machine.name, best.mapping, domains, workgroups, 1, context, 1, rows, reasons)

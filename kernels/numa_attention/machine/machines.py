@@ -91,7 +91,6 @@ class Machine:
     cache: Cache
 
 
-
 # Same kernel source, same kind of scheduler: the jitter of a tile and the spread of the units' speeds found on the
 # H200 serve for every machine.
 TILE_JITTER = 0.03
@@ -268,4 +267,6 @@ def machine(name: str) -> Machine:
     if wanted in GENERATIONS:
         return GENERATIONS[wanted]
     known = ", ".join(known.name for known in MACHINES.values())
-    raise ModelError(f"unknown machine {name!r}: choose one of {known}, or a generation: {', '.join(GENERATIONS)}.")
+    raise ModelError(
+        f"unknown machine {name!r}: choose one of {known}, or a generation: {', '.join(GENERATIONS)}."
+    )

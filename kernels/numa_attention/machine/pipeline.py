@@ -40,14 +40,18 @@ def tiles(local_tokens: int) -> int:
     return ceil(local_tokens / DECODE_TILE_TOKENS)
 
 
-def counts_from(one_tile: int, many: int, many_tiles: int, composite: int, composite_merge: int) -> CommandCounts:
+def counts_from(
+    one_tile: int, many: int, many_tiles: int, composite: int, composite_merge: int
+) -> CommandCounts:
     """The counts behind totals at one tile and at `many_tiles`.
 
     Raises ModelError where the totals do not lie on a line with a whole number of commands per tile.
     """
     each, rest = divmod(many - one_tile, many_tiles - 1)
     if rest:
-        raise ModelError(f"{one_tile} to {many} commands over {many_tiles} tiles is no whole number per tile.")
+        raise ModelError(
+            f"{one_tile} to {many} commands over {many_tiles} tiles is no whole number per tile."
+        )
     fixed = one_tile - each
     return CommandCounts(fixed, each, composite - fixed, composite_merge - fixed)
 
@@ -104,5 +108,7 @@ def stages_from(two_stage: float, four_stage: float, load: float) -> LoopStages:
     """
     half, product = two_stage / 2, (two_stage - four_stage) / 2
     if load > two_stage + 2 * product:
-        raise ModelError(f"a load of {load} cycles is not hidden by a two-stage loop of {two_stage + 2 * product}.")
+        raise ModelError(
+            f"a load of {load} cycles is not hidden by a two-stage loop of {two_stage + 2 * product}."
+        )
     return LoopStages(load, product, half, half, product)

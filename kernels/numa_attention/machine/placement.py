@@ -139,11 +139,7 @@ def cost(placement: Placement, attention: Attention, context: int, outer: int, i
         # each group of slice owners all-reduces its partial scores before the softmax
         copies += sequence * all_reduce_copies(head)
         score_bytes = (
-            attention.q_heads
-            * attention.kv_heads
-            * local_tokens
-            * attention.element_bytes
-            * attention.layers
+            attention.q_heads * attention.kv_heads * local_tokens * attention.element_bytes * attention.layers
         )
         if placement.inner is Axis.HEAD_DIM:
             inner_hops += all_reduce_copies(inner)

@@ -11,9 +11,20 @@ from . import ModelError
 from .machines import Machine
 from .placement import MERGED_TENSORS, Attention, Cost, costs
 
-WEIGHT_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2, "fp8": 1, "mxfp4": 0.53, "int4": 0.5}
+WEIGHT_BYTES = {
+    "float32": 4,
+    "float": 4,
+    "float16": 2,
+    "half": 2,
+    "bfloat16": 2,
+    "fp8": 1,
+    "mxfp4": 0.53,
+    "int4": 0.5,
+}
 KV_BYTES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1}
-ACTIVATIONS_BYTES = 2 * 1e9  # what an engine keeps for activations, graphs and the communication library on each GPU
+ACTIVATIONS_BYTES = (
+    2 * 1e9
+)  # what an engine keeps for activations, graphs and the communication library on each GPU
 COLLECTIVE_LATENCY = 10e-6  # seconds of one small collective between GPUs
 COLLECTIVES_PER_LAYER = 2  # all-reduces of tensor parallelism
 
@@ -84,7 +95,9 @@ def shape_of(config: dict, where: str, dtype: str, quantised: str | None) -> Mod
     else:
         kv_heads = number(config, "num_key_value_heads", where)
         if config.get("head_dim") is None and hidden % q_heads:
-            raise ModelError(f"{where} has no head_dim, and {q_heads} heads do not divide hidden_size {hidden}.")
+            raise ModelError(
+                f"{where} has no head_dim, and {q_heads} heads do not divide hidden_size {hidden}."
+            )
         head_dim = number(config, "head_dim", where) if config.get("head_dim") else hidden // q_heads
         if q_heads % kv_heads:
             raise ModelError(
@@ -124,11 +137,17 @@ def parameters(
         no_rope, rope = number(config, "qk_nope_head_dim", where), number(config, "qk_rope_head_dim", where)
         values, rank = number(config, "v_head_dim", where), number(config, "kv_lora_rank", where)
         q_rank = config.get("q_lora_rank")
-        query = q_rank * (hidden + q_heads * (no_rope + rope)) if q_rank else hidden * q_heads * (no_rope + rope)
-        attention = query + hidden * (rank + rope) + rank * q_heads * (no_rope + values) + q_heads * values * hidden
+        query = (
+            q_rank * (hidden + q_heads * (no_rope + rope)) if q_rank else hidden * q_heads * (no_rope + rope)
+        )
+        attention = (
+            query + hidden * (rank + rope) + rank * q_heads * (no_rope + values) + q_heads * values * hidden
+        )
     else:
         attention = hidden * head_dim * 2 * (q_heads + kv_heads)
-    experts = config.get("n_routed_experts") or config.get("num_local_experts") or config.get("num_experts") or 0
+    experts = (
+        config.get("n_routed_experts") or config.get("num_local_experts") or config.get("num_experts") or 0
+    )
     dense_layers = config.get("first_k_dense_replace", 0) if experts else layers
     width = config.get("intermediate_size") or 4 * hidden
     feed_forward = dense_layers * 3 * hidden * width

@@ -25,9 +25,7 @@ NO_STALL = (
     "Hits alike and nothing behind the caches waits, so the model sees no loss; what the article measured there comes "
     "from elsewhere (scalar work, dispatch)."
 )
-GQA_BLOCK_FIRST = (
-    "Neighbouring workgroups of an XCD read the same K/V in pairs, and the model keeps many of the pairs together."
-)
+GQA_BLOCK_FIRST = "Neighbouring workgroups of an XCD read the same K/V in pairs, and the model keeps many of the pairs together."
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,18 @@ from dataclasses import dataclass
 
 from . import pipeline
 from .machines import GIB, GLUON, MIB, SIP
-from .placement import CASES, STATE_BYTES, Attention, Cost, Times, cost, fit_times, merges, short_mapping
+from .placement import (
+    CASES,
+    STATE_BYTES,
+    Attention,
+    Cost,
+    Times,
+    all_reduce_copies,
+    cost,
+    fit_times,
+    merges,
+    short_mapping,
+)
 
 DERIVED, CALIBRATED, CONTRADICTS = "derived", "calibrated", "contradicts"
 LLAMA_70B_GROUP = Attention(kv_heads=1, q_heads=8, head_dim=128, layers=80)
@@ -32,6 +43,10 @@ REPORTED_COPIES = {1: 0, 3: 168, 4: 280, 5: 280, 6: 189}
 REPORTED_WRITES = {4: 8, 5: 8, 6: 1}
 REPORTED_PREFILL = {"primitive": (794.1e-6, 0.68), "composite + merge": (646.9e-6, 0.83)}
 PREFILL_TOKENS = 1024
+SHORT_REASON = (
+    "by KV read alone a PE takes 8 times as long; 0.98 and 1.06 need 1.2 ms of set-up and 39 us of merging, "
+    "40 times the whole step of case 6"
+)
 COMMANDS = {"one tile": 96, "sixteen tiles": 426, "composite": 94, "composite + merge": 98}
 
 
@@ -60,12 +75,29 @@ def placed(case: int, context: int) -> Cost:
 
 def memory_rows() -> list[Row]:
     rows = []
-    for case, reported in ((1, 40 * GIB), (2, 5 * GIB), (3, 5 * GIB), (4, 640 * MIB), (5, 640 * MIB), (6, 640 * MIB)):
+    for case, reported in (
+        (1, 40 * GIB),
+        (2, 5 * GIB),
+        (3, 5 * GIB),
+        (4, 640 * MIB),
+        (5, 640 * MIB),
+        (6, 640 * MIB),
+    ):
         ours = placed(case, MILLION).unit_kv_bytes
         room = SIP.pe_memory.value - SIP.pe_weights.value
         fits = "fits" if ours <= room else "does not fit"
         reason = f"{fits} into the {room / 1e9:.2f} GB that weights leave"
-        rows.append(Row("memory", f"KV per PE, case {case}, 1 M tokens", "GiB", reported / GIB, ours / GIB, DERIVED, reason))
+        rows.append(
+            Row(
+                "memory",
+                f"KV per PE, case {case}, 1 M tokens",
+                "GiB",
+                reported / GIB,
+                ours / GIB,
+                DERIVED,
+                reason,
+            )
+        )
     return rows
 
 
@@ -75,31 +107,93 @@ def communication_rows() -> list[Row]:
     chain = (whole.inner_hops + whole.outer_hops) * state * LLAMA_70B_GROUP.layers
     total = split.score_bytes / MIB + REPORTED_STATE / 1e6
     return [
-        Row("communication", "partial scores, cases 4 and 5", "MiB per token", None, split.score_bytes / MIB, DERIVED,
-            "8 query heads x 131,072 tokens x 2 bytes x 80 layers"),
-        Row("communication", "cases 4 and 5 together", "MB per token", 166.0, total, DERIVED,
-            "the scores, in MiB, and the 6.2 of the softmax state"),
-        Row("communication", "softmax state, case 6, every merge", "MB per token", 6.2, whole.state_bytes / 1e6,
-            CONTRADICTS, "63 merges x 8 heads x (128 + 2) x 4 bytes x 80 layers; the report does not say how it counts"),
-        Row("communication", "softmax state, case 6, longest chain", "MB per token", 6.2, chain / 1e6, CONTRADICTS,
-            "14 hops of the same; 6.2 lies between the two countings and follows from neither"),
-        Row("communication", "cases 4 and 5 against case 6", "ratio", 27.0, total / (REPORTED_STATE / 1e6), DERIVED,
-            "from the report's own 6.2"),
-    ]  # fmt: skip
+        Row(
+            "communication",
+            "partial scores, cases 4 and 5",
+            "MiB per token",
+            None,
+            split.score_bytes / MIB,
+            DERIVED,
+            "8 query heads x 131,072 tokens x 2 bytes x 80 layers",
+        ),
+        Row(
+            "communication",
+            "cases 4 and 5 together",
+            "MB per token",
+            166.0,
+            total,
+            DERIVED,
+            "the scores, in MiB, and the 6.2 of the softmax state",
+        ),
+        Row(
+            "communication",
+            "softmax state, case 6, every merge",
+            "MB per token",
+            6.2,
+            whole.state_bytes / 1e6,
+            CONTRADICTS,
+            "63 merges x 8 heads x (128 + 2) x 4 bytes x 80 layers; the report gives no counting",
+        ),
+        Row(
+            "communication",
+            "softmax state, case 6, longest chain",
+            "MB per token",
+            6.2,
+            chain / 1e6,
+            CONTRADICTS,
+            "14 hops of the same; 6.2 lies between the two countings and follows from neither",
+        ),
+        Row(
+            "communication",
+            "cases 4 and 5 against case 6",
+            "ratio",
+            27.0,
+            total / (REPORTED_STATE / 1e6),
+            DERIVED,
+            "from the report's own 6.2",
+        ),
+    ]
 
 
 def operation_rows() -> list[Row]:
     rows = []
     for case, tokens in ((1, 8192), (3, 65536), (4, 65536), (5, 65536), (6, 8192)):
         found = placed(case, K8)
-        rows.append(Row("work", f"PE-tokens, case {case}, 8k", "", float(tokens) if case != 1 else None,
-                        float(found.unit_tokens), DERIVED, f"{found.active_units} active PEs x {found.local_tokens} tokens"))  # fmt: skip
+        rows.append(
+            Row(
+                "work",
+                f"PE-tokens, case {case}, 8k",
+                "",
+                float(tokens) if case != 1 else None,
+                float(found.unit_tokens),
+                DERIVED,
+                f"{found.active_units} active PEs x {found.local_tokens} tokens",
+            )
+        )
     for case, reported in REPORTED_COPIES.items():
-        rows.append(Row("operations", f"IPCQ copies, case {case}", "", float(reported),
-                        float(placed(case, K8).copies), DERIVED, how_copies(case)))  # fmt: skip
+        rows.append(
+            Row(
+                "operations",
+                f"IPCQ copies, case {case}",
+                "",
+                float(reported),
+                float(placed(case, K8).copies),
+                DERIVED,
+                how_copies(case),
+            )
+        )
     for case, reported in REPORTED_WRITES.items():
-        rows.append(Row("operations", f"DMA writes, case {case}", "", float(reported),
-                        float(placed(case, K8).writes), DERIVED, "one per owner of an output slice"))  # fmt: skip
+        rows.append(
+            Row(
+                "operations",
+                f"DMA writes, case {case}",
+                "",
+                float(reported),
+                float(placed(case, K8).writes),
+                DERIVED,
+                "one per owner of an output slice",
+            )
+        )
     return rows
 
 
@@ -109,28 +203,65 @@ def how_copies(case: int) -> str:
     return {
         1: "nothing to merge",
         3: f"{SIP.cubes} CUBEs x {merges(pes)} merges x 3 tensors",
-        4: f"{SIP.cubes} groups x ({merges(pes)} reduce + {merges(pes)} broadcast), then {pes} slices x {merges(SIP.cubes)} merges x 3",
-        5: f"{pes} groups x ({merges(SIP.cubes)} reduce + {merges(SIP.cubes)} broadcast), then {SIP.cubes} slices x {merges(pes)} merges x 3",
+        4: f"{SIP.cubes} groups x {all_reduce_copies(pes)} (scores there and back), "
+        f"then {pes} slices x {merges(SIP.cubes)} merges x 3",
+        5: f"{pes} groups x {all_reduce_copies(SIP.cubes)} (scores there and back), "
+        f"then {SIP.cubes} slices x {merges(pes)} merges x 3",
         6: f"{merges(units)} merges x 3 tensors",
     }[case]
 
 
 def command_rows() -> list[Row]:
     last = pipeline.tiles(placed(6, MILLION).local_tokens)
-    counts = pipeline.counts_from(COMMANDS["one tile"], COMMANDS["sixteen tiles"], last,
-                                  COMMANDS["composite"], COMMANDS["composite + merge"])  # fmt: skip
+    counts = pipeline.counts_from(
+        COMMANDS["one tile"],
+        COMMANDS["sixteen tiles"],
+        last,
+        COMMANDS["composite"],
+        COMMANDS["composite + merge"],
+    )
+    short, long = (counts.primitive_total(placed(6, tokens).local_tokens) for tokens in (K8, MILLION))
     line = f"{counts.fixed} + {counts.tile} a tile: set from the two ends, a whole number per tile"
     rows = [
-        Row("commands", "tiles of a PE at 1 M tokens", "", 16.0, float(last), DERIVED, "16,384 tokens in tiles of 1,024"),
-        Row("commands", "primitive, 8k", "", 96.0, float(counts.primitive_total(placed(6, K8).local_tokens)), CALIBRATED, line),
-        Row("commands", "primitive, 1 M", "", 426.0, float(counts.primitive_total(placed(6, MILLION).local_tokens)), CALIBRATED, line),
-        Row("commands", "composite, any context", "", 94.0, float(counts.composite_total()), CALIBRATED,
-            f"the same {counts.fixed}, and {counts.composite} for the local attention"),
-        Row("commands", "composite + merge, any context", "", 98.0, float(counts.composite_merge_total()), CALIBRATED,
-            f"the same {counts.fixed}, and {counts.composite_merge} for the local attention"),
-        Row("commands", "primitive / composite at 1 M", "ratio", 4.5,
-            counts.primitive_total(placed(6, MILLION).local_tokens) / counts.composite_total(), DERIVED, "426 / 94"),
-    ]  # fmt: skip
+        Row(
+            "commands",
+            "tiles of a PE at 1 M tokens",
+            "",
+            16.0,
+            float(last),
+            DERIVED,
+            "16,384 tokens in tiles of 1,024",
+        ),
+        Row("commands", "primitive, 8k", "", 96.0, float(short), CALIBRATED, line),
+        Row("commands", "primitive, 1 M", "", 426.0, float(long), CALIBRATED, line),
+        Row(
+            "commands",
+            "composite, any context",
+            "",
+            94.0,
+            float(counts.composite_total()),
+            CALIBRATED,
+            f"the same {counts.fixed}, and {counts.composite} for the local attention",
+        ),
+        Row(
+            "commands",
+            "composite + merge, any context",
+            "",
+            98.0,
+            float(counts.composite_merge_total()),
+            CALIBRATED,
+            f"the same {counts.fixed}, and {counts.composite_merge} for the local attention",
+        ),
+        Row(
+            "commands",
+            "primitive / composite at 1 M",
+            "ratio",
+            4.5,
+            long / counts.composite_total(),
+            DERIVED,
+            "426 / 94",
+        ),
+    ]
     return rows
 
 
@@ -149,22 +280,59 @@ def latency_rows() -> list[Row]:
     for key, seconds in REPORTED_LATENCY.items():
         case, context = key
         ours = times.latency(placed(*key), LLAMA_70B_GROUP)
-        label, reason = CALIBRATED, constants if key in CALIBRATION else "predicted with the constants set at 8k"
+        label, reason = (
+            CALIBRATED,
+            constants if key in CALIBRATION else "predicted with the constants set at 8k",
+        )
         if case == 3:
-            label, reason = CONTRADICTS, (
-                "it holds 1,024 tokens a PE, as case 6 does at 64k (231 us): both cannot be the time of 1,024 tokens"
+            label, reason = (
+                CONTRADICTS,
+                (
+                    "it holds 1,024 tokens a PE, as case 6 does at 64k (231 us): both cannot be the time of 1,024 tokens"
+                ),
             )
-        rows.append(Row("latency", f"case {case}, {context >> 10}k", "us", seconds * 1e6, ours * 1e6, label, reason))
+        rows.append(
+            Row("latency", f"case {case}, {context >> 10}k", "us", seconds * 1e6, ours * 1e6, label, reason)
+        )
     by_time = sorted((4, 5, 6), key=lambda case: times.latency(placed(case, K8), LLAMA_70B_GROUP))
-    rows.append(Row("latency", "order of the cases that fit, 8k", "", "6 < 4 < 5", " < ".join(map(str, by_time)),
-                    CALIBRATED, "4 adds hops inside CUBEs, 5 adds hops between them"))  # fmt: skip
+    rows.append(
+        Row(
+            "latency",
+            "order of the cases that fit, 8k",
+            "",
+            "6 < 4 < 5",
+            " < ".join(map(str, by_time)),
+            CALIBRATED,
+            "4 adds hops inside CUBEs, 5 adds hops between them",
+        )
+    )
     everyone = sorted(range(1, 7), key=lambda case: times.latency(placed(case, K8), LLAMA_70B_GROUP))
-    rows.append(Row("latency", "order of all six, 8k", "", "3 first", " < ".join(map(str, everyone)), CONTRADICTS,
-                    "cases 1 to 3 read 8 to 64 times the KV per PE: at a cost per token case 3 cannot be the fastest"))  # fmt: skip
+    rows.append(
+        Row(
+            "latency",
+            "order of all six, 8k",
+            "",
+            "3 first",
+            " < ".join(map(str, everyone)),
+            CONTRADICTS,
+            "cases 1 to 3 read 8 to 64 times the KV per PE: at a cost per token 3 is not first",
+        )
+    )
     streaming = 2 * LLAMA_70B_GROUP.head_dim * LLAMA_70B_GROUP.element_bytes / SIP.pe_bandwidth.value
-    slope = (REPORTED_LATENCY[6, K128] - REPORTED_LATENCY[6, K8]) / (placed(6, K128).local_tokens - placed(6, K8).local_tokens)
-    rows.append(Row("latency", "case 6, time of a token", "ns", slope * 1e9, streaming * 1e9, CONTRADICTS,
-                    "512 bytes of K and V at 256 GB/s: the curve is not bound by streaming one layer's KV"))  # fmt: skip
+    slope = (REPORTED_LATENCY[6, K128] - REPORTED_LATENCY[6, K8]) / (
+        placed(6, K128).local_tokens - placed(6, K8).local_tokens
+    )
+    rows.append(
+        Row(
+            "latency",
+            "case 6, time of a token",
+            "ns",
+            slope * 1e9,
+            streaming * 1e9,
+            CONTRADICTS,
+            "512 bytes at 256 GB/s: the curve is not bound by streaming one layer's KV",
+        )
+    )
     return rows
 
 
@@ -175,19 +343,52 @@ def short_rows() -> list[Row]:
         one, eight = (
             short_mapping(count, heads, context, SIP.pes, SIP.pe_bandwidth.value) for count in (1, 8)
         )
-        rows.append(Row("short context", f"8-kv-per-cube / 1-kv-per-cube, decode, {context >> 10}k", "ratio", reported,
-                        eight.seconds / one.seconds, CONTRADICTS,
-                        "by KV read alone a PE takes 8 times as long; 0.98 and 1.06 need a set-up time of about 1.2 ms and "
-                        "39 us of merging, 40 times the whole step of case 6"))  # fmt: skip
-        rows.append(Row("short context", f"KV per PE, 8 against 1 a CUBE, {context >> 10}k", "ratio", 8.0,
-                        eight.pe_bytes / one.pe_bytes, DERIVED, f"{eight.local_tokens} tokens against {one.local_tokens}"))  # fmt: skip
-    rows.append(Row("short context", "fastest mapping, 8k", "", "1-kv-per-cube", "1-kv-per-cube", CONTRADICTS,
-                    "the report calls it the fastest at every length and gives 0.98 at 8k, which makes 8-kv-per-cube faster"))  # fmt: skip
+        rows.append(
+            Row(
+                "short context",
+                f"8-kv-per-cube / 1-kv-per-cube, decode, {context >> 10}k",
+                "ratio",
+                reported,
+                eight.seconds / one.seconds,
+                CONTRADICTS,
+                SHORT_REASON,
+            )
+        )
+        rows.append(
+            Row(
+                "short context",
+                f"KV per PE, 8 against 1 a CUBE, {context >> 10}k",
+                "ratio",
+                8.0,
+                eight.pe_bytes / one.pe_bytes,
+                DERIVED,
+                f"{eight.local_tokens} tokens against {one.local_tokens}",
+            )
+        )
+    rows.append(
+        Row(
+            "short context",
+            "fastest mapping, 8k",
+            "",
+            "1-kv-per-cube",
+            "1-kv-per-cube",
+            CONTRADICTS,
+            "fastest at every length, says the report, beside 0.98 at 8k: then 8 a CUBE is faster",
+        )
+    )
     for count in (1, 2, 4, 8):
         found = short_mapping(count, heads, K64, SIP.pes, SIP.pe_bandwidth.value)
-        rows.append(Row("short context", f"{count} a CUBE, 64k: KV per CUBE, hops", "MiB", None,
-                        found.cube_kv_bytes / MIB, DERIVED,
-                        f"{found.cubes} CUBEs, {found.pes_per_head} PEs a head, {found.chain_hops} hops"))  # fmt: skip
+        rows.append(
+            Row(
+                "short context",
+                f"{count} a CUBE, 64k: KV per CUBE, hops",
+                "MiB",
+                None,
+                found.cube_kv_bytes / MIB,
+                DERIVED,
+                f"{found.cubes} CUBEs, {found.pes_per_head} PEs a head, {found.chain_hops} hops",
+            )
+        )
     return rows
 
 
@@ -195,12 +396,32 @@ def prefill_rows() -> list[Row]:
     query_rows = LLAMA_70B_GROUP.q_heads * PREFILL_TOKENS
     rows = []
     for form, (seconds, reported) in REPORTED_PREFILL.items():
-        ours = pipeline.utilisation(query_rows, PREFILL_TOKENS, LLAMA_70B_GROUP.head_dim, SIP.pe_flops.value, seconds)
-        rows.append(Row("prefill", f"MAC utilisation, {form}", "%", reported * 100, ours * 100, DERIVED,
-                        f"8,192 rows x 1,024 tokens, not causal, at 8 TFLOP/s in the report's {seconds * 1e6:.1f} us"))  # fmt: skip
+        ours = pipeline.utilisation(
+            query_rows, PREFILL_TOKENS, LLAMA_70B_GROUP.head_dim, SIP.pe_flops.value, seconds
+        )
+        rows.append(
+            Row(
+                "prefill",
+                f"MAC utilisation, {form}",
+                "%",
+                reported * 100,
+                ours * 100,
+                DERIVED,
+                f"8,192 rows x 1,024 tokens, not causal, 8 TFLOP/s, the report's {seconds * 1e6:.1f} us",
+            )
+        )
     peak = pipeline.attention_flops(query_rows, PREFILL_TOKENS, LLAMA_70B_GROUP.head_dim) / SIP.pe_flops.value
-    rows.append(Row("prefill", "time of the composite form at 80 %", "us", None, peak / 0.80 * 1e6, DERIVED,
-                    "the report gives its utilisation, 80 %, and no time"))  # fmt: skip
+    rows.append(
+        Row(
+            "prefill",
+            "time of the composite form at 80 %",
+            "us",
+            None,
+            peak / 0.80 * 1e6,
+            DERIVED,
+            "the report gives its utilisation, 80 %, and no time",
+        )
+    )
     return rows
 
 
@@ -208,10 +429,18 @@ def loop_rows() -> list[Row]:
     stages = pipeline.stages_from(two_stage=680, four_stage=360, load=900)
     why = f"set from the two figures in {GLUON}: softmax {stages.vector:.0f}, products {stages.matrix:.0f} cycles"
     return [
-        Row("decode loop", "exposed, single", "cycles", None, stages.single(), CALIBRATED, f"{why}; a load of 900 is assumed"),
+        Row(
+            "decode loop",
+            "exposed, single",
+            "cycles",
+            None,
+            stages.single(),
+            CALIBRATED,
+            f"{why}; a load of 900 is assumed",
+        ),
         Row("decode loop", "exposed, two stages", "cycles", 680.0, stages.two_stage(), CALIBRATED, why),
         Row("decode loop", "exposed, four stages", "cycles", 360.0, stages.four_stage(), CALIBRATED, why),
-    ]  # fmt: skip
+    ]
 
 
 def rows() -> list[Row]:

@@ -1,0 +1,88 @@
+"""Launches on one H200: the four that the cache model was calibrated on, and twelve that it predicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from .grid import MAPPINGS, Grid
+
+BLOCK, SWIZZLED_BLOCK, HEAD, SWIZZLED_HEAD = MAPPINGS
+SEEDS = (1, 2, 3)  # a prediction is the mean over these
+
+
+@dataclass(frozen=True)
+class Point:
+    """A named launch; hit_rate and hbm_bytes where it has been measured."""
+
+    name: str
+    grid: Grid
+    hit_rate: float | None = None
+    hbm_bytes: float | None = None
+
+
+CALIBRATION = (
+    Point("block-first-h128-32k", Grid(BLOCK, 1, 128, 128, 32768, 128), 0.0021, 551e9),
+    Point("head-first-h128-32k", Grid(HEAD, 1, 128, 128, 32768, 128), 0.9905, 3.7e9),
+    Point("swizzled-over-8-h128-32k", Grid(SWIZZLED_HEAD, 1, 128, 128, 32768, 128, domains=8), 0.6465, 114e9),
+    Point("head-first-h128-128k", Grid(HEAD, 1, 128, 128, 131072, 128), 0.6868, 1980e9),
+)
+PREDICTED = (
+    Point("block-first-h16-32k", Grid(BLOCK, 1, 16, 16, 32768, 128)),
+    Point("block-first-h32-16k", Grid(BLOCK, 1, 32, 32, 16384, 128)),
+    Point("block-first-h64-8k-b2", Grid(BLOCK, 2, 64, 64, 8192, 128)),
+    Point("block-first-h64kv8-64k", Grid(BLOCK, 1, 64, 8, 65536, 128)),
+    Point("head-first-h64-64k", Grid(HEAD, 1, 64, 64, 65536, 128)),
+    Point("head-first-h32-128k", Grid(HEAD, 1, 32, 32, 131072, 128)),
+    Point("swizzled-over-2-h128-32k", Grid(SWIZZLED_HEAD, 1, 128, 128, 32768, 128, domains=2)),
+    Point("swizzled-over-8-h64kv8-32k", Grid(SWIZZLED_HEAD, 1, 64, 8, 32768, 128, domains=8)),
+    Point("swizzled-over-4-h32-16k-b4", Grid(SWIZZLED_HEAD, 4, 32, 32, 16384, 128, domains=4)),
+    Point("swizzled-block-over-8-h64-16k-b2", Grid(SWIZZLED_BLOCK, 2, 64, 64, 16384, 64, domains=8)),
+    Point("block-first-h48-32k-causal", Grid(BLOCK, 1, 48, 48, 32768, 128, causal=True, longest_first=True)),
+    Point("head-first-h128-32k-causal", Grid(HEAD, 1, 128, 128, 32768, 128, causal=True, longest_first=True)),
+)
+POINTS = {point.name: point for point in (*CALIBRATION, *PREDICTED)}
+
+# pass marks, as fractions
+RMS, WORST, AT_THE_ENDS, BYTES, CLOSED_FORM_RMS = 0.06, 0.12, 0.03, 0.12, 0.07
+HIGH, LOW = 0.95, 0.02  # hit rates above and below which AT_THE_ENDS holds
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Predictions against a measurement: root mean square and worst error of hit rates, worst of byte shares."""
+
+    points: int
+    hit_rms: float
+    hit_worst: float
+    hit_worst_at_the_ends: float
+    bytes_worst: float
+    closed_form_rms: float
+    passed: bool
+
+
+def judge(predictions: list[dict], measured: dict[str, dict]) -> Verdict:
+    """`predictions`: rows of the predictions file. `measured`: name -> {"hit_rate", "hbm_bytes"}."""
+    rows = [(row, measured[row["name"]]) for row in predictions if row["name"] in measured]
+    if not rows:
+        return Verdict(0, 0.0, 0.0, 0.0, 0.0, 0.0, False)
+    errors = [row["hit_rate"] - found["hit_rate"] for row, found in rows]
+    closed = [row["closed_form_hit_rate"] - found["hit_rate"] for row, found in rows]
+    shares = [(row["hbm_bytes"] - found["hbm_bytes"]) / row["requested_bytes"] for row, found in rows]
+    ends = [
+        abs(error)
+        for error, (_, found) in zip(errors, rows, strict=True)
+        if found["hit_rate"] > HIGH or found["hit_rate"] < LOW
+    ]
+    rms = sqrt(sum(error**2 for error in errors) / len(errors))
+    closed_rms = sqrt(sum(error**2 for error in closed) / len(closed))
+    worst, worst_bytes = max(map(abs, errors)), max(map(abs, shares))
+    worst_end = max(ends, default=0.0)
+    passed = (
+        rms <= RMS
+        and worst <= WORST
+        and worst_end <= AT_THE_ENDS
+        and worst_bytes <= BYTES
+        and closed_rms <= CLOSED_FORM_RMS
+    )
+    return Verdict(len(rows), rms, worst, worst_end, worst_bytes, closed_rms, passed)

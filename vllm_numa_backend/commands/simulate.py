@@ -1,0 +1,306 @@
+"""numa-swizzle simulate: the L2 under a mapping, and the seeds' figures beside the model's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from . import UserError
+
+if TYPE_CHECKING:
+    from numa_attention.machine import seed_one
+
+LABEL_STYLES = {"derived": "green", "calibrated": "yellow", "contradicts": "red"}
+PREDICTIONS = Path(__file__).resolve().parents[2] / "docs" / "machine-model-predictions.json"
+
+simulate = typer.Typer(help="Ask the machine model: caches, placement, pipelines.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+ClosedForm = Annotated[bool, typer.Option("--closed-form", help="The closed form, which needs no numba.")]
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """What the model refuses ends as one sentence for the user."""
+    from numa_attention.machine import ModelError
+
+    try:
+        yield
+    except ModelError as error:
+        raise UserError(str(error)) from None
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    made = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
+    return made
+
+
+@simulate.command()
+def l2(
+    machine: Annotated[str, typer.Option(help="mi300x, mi355x, mi450, h100, h200, b200, or a generation.")],
+    mapping: Annotated[
+        str, typer.Option(help="block-first, swizzled-block-first, head-first, swizzled-head-first.")
+    ],
+    q_heads: Annotated[int, typer.Option()],
+    kv_heads: Annotated[int, typer.Option()],
+    length: Annotated[int, typer.Option(help="Tokens of each request.")],
+    batch: Annotated[int, typer.Option()] = 1,
+    head_dim: Annotated[int, typer.Option()] = 128,
+    block_m: Annotated[int, typer.Option(help="Query rows of a workgroup.")] = 128,
+    block_n: Annotated[int, typer.Option(help="Tokens of a K/V tile.")] = 64,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask, longest block first.")] = False,
+    domains: Annotated[
+        int | None, typer.Option(help="Domains to swizzle over; default: those the hardware deals to.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random delays.")] = 1,
+    closed_form: ClosedForm = False,
+    as_json: AsJson = False,
+) -> None:
+    """The L2 of one forward launch: hit rate, bytes from memory, K/V streams a domain, time."""
+    with one_sentence():
+        from numa_attention.machine.closed_form import estimate
+        from numa_attention.machine.grid import Grid
+        from numa_attention.machine.machines import machine as find
+
+        device = find(machine)
+        grid = Grid(
+            mapping,
+            batch,
+            q_heads,
+            kv_heads,
+            length,
+            head_dim,
+            block_m,
+            block_n,
+            causal,
+            device.dispatch_domains if domains is None else domains,
+            longest_first=causal,
+        )
+        if closed_form:
+            result: Any = estimate(grid, device)
+        else:
+            from numa_attention.machine import cache
+
+            with Console(stderr=True).status("simulating"):
+                result = cache.simulate(grid, device, seed=seed)
+    answer = dataclasses.asdict(result) | {
+        "method": "closed form" if closed_form else "simulation",
+        "machine": device.name,
+        "domains": device.domains,
+        "grid": dataclasses.asdict(grid),
+        "calibration": device.cache.source,
+    }
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+        return
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_row("L2 hit rate", f"{result.hit_rate:.2%}")
+    share = result.hbm_bytes / result.requested_bytes
+    facts.add_row("read from memory", f"{result.hbm_bytes / 1e9:.1f} GB, {share:.1%} of what is asked for")
+    facts.add_row("K/V streams a domain", f"{result.streams_per_domain:.1f}")
+    facts.add_row("time", f"{result.seconds * 1e3:.2f} ms, {result.tflops:.0f} TFLOP/s")
+    for number, domain in enumerate(answer.get("per_domain", [])):
+        facts.add_row(
+            f"domain {number}", f"{domain['hit_rate']:.2%}, {domain['hbm_bytes'] / 1e9:.1f} GB of K and V"
+        )
+    facts.add_row("machine", f"{device.name}: {escape(device.cache.source)}")
+    Console(highlight=False).print(facts)
+
+
+@simulate.command(name="seed-1")
+def seed_1(
+    simulation: Annotated[
+        bool, typer.Option("--simulation", help="The 24 named rows by simulation, a few minutes.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The figures of the NUMA-aware attention article beside ours, MI300X."""
+    with one_sentence():
+        from numa_attention.machine import seed_one
+        from numa_attention.machine.closed_form import estimate
+
+        model: Callable = estimate
+        if simulation:
+            from numa_attention.machine.cache import simulate as model
+        with Console(stderr=True).status("comparing"):
+            rows = seed_one.compare(model)
+            points = [] if simulation else seed_one.sweep()
+    if as_json:
+        claims = [
+            dataclasses.asdict(row.claim) | {"ours": row.ours, "difference": row.difference, "why": row.why}
+            for row in rows
+        ]
+        typer.echo(
+            json.dumps({"rows": claims, "sweep": [dataclasses.asdict(each) for each in points]}, indent=2)
+        )
+        return
+    console = Console(highlight=False)
+    for title, quantity in (("L2 hit rate", "hit_rate"), ("Relative performance", "relative")):
+        if points:
+            print_sweep(console, title, quantity, points)
+    print_claims(console, rows)
+
+
+def print_sweep(console: Console, title: str, quantity: str, points: list[seed_one.Sweep]) -> None:
+    from numa_attention.machine.grid import MAPPINGS
+
+    shown = table("shape", "batch", "tokens", *MAPPINGS, title=f"{title} (closed form; figures 12 to 15)")
+    for point in points:
+        if point.batch in (1, 8):
+            shape = f"{point.kind} {point.q_heads}/{point.kv_heads} x {point.head_dim}"
+            values = getattr(point, quantity)
+            style = "{:.1%}" if quantity == "hit_rate" else "{:.2f}"
+            cells = [style.format(values[mapping]) for mapping in MAPPINGS]
+            shown.add_row(shape, str(point.batch), f"{point.length >> 10}k", *cells)
+    console.print(shown)
+    console.print()
+
+
+def print_claims(console: Console, rows: list[seed_one.Row]) -> None:
+    shown = table("figure, shape", "quantity", "article", "ours", "difference", title="The article's figures")
+    for row in rows:
+        claim = row.claim
+        shape = f"{claim.figure}: {claim.mapping} {claim.batch} x {claim.q_heads}/{claim.kv_heads} x {claim.head_dim}"
+        shape += f", {claim.length >> 10}k" + (", backward" if claim.backward else "")
+        hits = claim.quantity == "L2 hit rate"
+        style = "{:.1%}" if hits else "{:.2f}"
+        wanted = f"{style.format(claim.low)} - {style.format(claim.high)}"
+        difference = f"{row.difference * 100:+.1f} points" if hits else f"{row.difference:+.2f}"
+        mark = "[green]inside[/]" if row.difference == 0 else difference
+        shown.add_row(shape, "hits" if hits else "relative", wanted, style.format(row.ours), mark)
+    console.print(shown)
+    for reason in dict.fromkeys(row.why for row in rows if row.why):
+        named = ", ".join(f"{row.claim.figure} {row.claim.mapping}" for row in rows if row.why == reason)
+        console.print(f"[yellow]{named}:[/] {escape(reason)}", soft_wrap=True)
+
+
+@simulate.command(name="seed-2")
+def seed_2(as_json: AsJson = False) -> None:
+    """The figures of the fused GQA report beside ours: derived, calibrated, or contradicting one another."""
+    with one_sentence():
+        from numa_attention.machine import seed_two
+
+        rows = seed_two.rows()
+    if as_json:
+        listed = [dataclasses.asdict(row) | {"difference": row.difference} for row in rows]
+        typer.echo(json.dumps({"rows": listed}, indent=2))
+        return
+    shown = table("figure", "report", "ours", "unit", "difference", "", "why")
+    for column in shown.columns[5:]:
+        column.justify = "left"
+    part = None
+    for row in rows:
+        if row.part != part:
+            shown.add_row(f"[bold]{row.part}[/]")
+            part = row.part
+        difference = "" if row.difference is None else f"{row.difference:+.1%}"
+        label = f"[{LABEL_STYLES[row.label]}]{row.label}[/]"
+        shown.add_row(
+            f"  {row.name}", plain(row.reported), plain(row.ours), row.unit, difference, label, row.reason
+        )
+    Console(highlight=False).print(shown)
+
+
+def plain(value: float | str | None) -> str:
+    """A number with as many digits as it deserves."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+@simulate.command()
+def predictions(
+    write: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write the JSON and a table there.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The twelve H200 launches that the frozen model predicts, and the four it was calibrated on."""
+    with one_sentence():
+        from numa_attention.machine import predictions as predicted
+
+        with Console(stderr=True).status("simulating 16 launches, three times each"):
+            answer = predicted.predict()
+    if write is not None:
+        predicted.write(answer, write)
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+        return
+    shown = table("launch", "hits", "spread", "closed form", "GB read", "share", "TFLOP/s", "measured hits")
+    for row in (*answer["calibration"], *answer["predictions"]):
+        measured = row["measured_hit_rate"]
+        shown.add_row(
+            row["name"],
+            f"{row['hit_rate']:.2%}",
+            f"{row['hit_rate_spread']:.2%}",
+            f"{row['closed_form_hit_rate']:.2%}",
+            f"{row['hbm_bytes'] / 1e9:.1f}",
+            f"{row['hbm_bytes'] / row['requested_bytes']:.1%}",
+            f"{row['tflops']:.0f}",
+            "" if measured is None else f"{measured:.2%}",
+        )
+    Console(highlight=False).print(shown)
+
+
+@simulate.command()
+def compare(
+    measured: Annotated[Path, typer.Argument(help="JSON that benchmarks/measure_l2.py printed.")],
+    predicted: Annotated[Path, typer.Option(help="The committed predictions.")] = PREDICTIONS,
+    as_json: AsJson = False,
+) -> None:
+    """The committed predictions against a measurement. Exits with 1 where they miss their marks."""
+    with one_sentence():
+        from numa_attention.machine.h200_points import judge
+
+        rows = read_json(predicted)["predictions"]
+        found = {row["name"]: row for row in read_json(measured)["points"]}
+        verdict = judge(rows, found)
+    if not verdict.points:
+        raise UserError(f"{measured} holds none of the points that {predicted} predicts.")
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(verdict), indent=2))
+    else:
+        shown = table(
+            "launch", "predicted", "closed form", "measured", "error", "GB predicted", "GB measured"
+        )
+        for row in rows:
+            if row["name"] in found:
+                real = found[row["name"]]
+                shown.add_row(
+                    row["name"],
+                    f"{row['hit_rate']:.2%}",
+                    f"{row['closed_form_hit_rate']:.2%}",
+                    f"{real['hit_rate']:.2%}",
+                    f"{(row['hit_rate'] - real['hit_rate']) * 100:+.1f}",
+                    f"{row['hbm_bytes'] / 1e9:.1f}",
+                    f"{real['hbm_bytes'] / 1e9:.1f}",
+                )
+        console = Console(highlight=False)
+        console.print(shown)
+        console.print(
+            f"{verdict.points} points: hit rate RMS {verdict.hit_rms:.1%}, worst {verdict.hit_worst:.1%}, at the ends "
+            f"{verdict.hit_worst_at_the_ends:.1%}; bytes worst {verdict.bytes_worst:.1%}; closed form RMS "
+            f"{verdict.closed_form_rms:.1%}: {'all marks reached' if verdict.passed else 'a mark is missed'}",
+            soft_wrap=True,
+        )
+    if not verdict.passed:
+        raise typer.Exit(1)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}.") from None
