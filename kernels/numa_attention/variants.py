@@ -42,36 +42,68 @@ class Variant:
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile sizes of one kernel for head sizes up to `head_dim`, per bytes of a cached element."""
+    """Tile sizes for head sizes up to `head_dim` and pages of a multiple of `page_multiple` tokens.
+
+    rows: of the packed GQA tile; for decode, the most that this line serves. block_n: KV tokens.
+    """
 
     head_dim: int
-    block_m: int
+    rows: int
     block_n: int
     num_warps: int
     num_stages: int
+    page_multiple: int = 16
 
 
-# (generation family, bytes of a query element) -> tiles by growing head_dim; block_m of decode follows the group
+# (generation or its family, bytes of a query element) -> tiles, of which the first that fits is taken. The rows keep
+# every kernel free of spilled registers and within the LDS, as testing/offline.py checks, with one exception:
+# on an H200, head_dim 128, pages of 16, four warps that spill are faster than eight that do not (397 TFLOP/s).
 PREFILL_TILES = {
+    ("sm_90", 2): (
+        Tile(64, 128, 128, 8, 3),
+        Tile(128, 128, 128, 8, 2, page_multiple=64),  # 443 TFLOP/s on an H200
+        Tile(128, 128, 64, 4, 3),
+        Tile(256, 128, 64, 8, 2),
+    ),
     ("nvidia", 2): (Tile(64, 128, 128, 8, 3), Tile(128, 128, 64, 8, 3), Tile(256, 128, 64, 8, 2)),
     ("nvidia", 4): (Tile(64, 64, 64, 4, 2), Tile(128, 64, 32, 4, 2), Tile(256, 32, 32, 4, 2)),
-    ("amd", 2): (Tile(64, 128, 64, 4, 2), Tile(128, 128, 64, 8, 1), Tile(256, 64, 32, 4, 1)),
+    # 64 KB of LDS hold no second tile of head_dim 128
+    ("gfx942", 2): (Tile(64, 128, 64, 4, 2), Tile(128, 128, 64, 8, 1), Tile(256, 64, 32, 4, 1)),
+    ("amd", 2): (Tile(64, 128, 64, 4, 2), Tile(128, 128, 64, 8, 2), Tile(256, 64, 32, 4, 2)),
     ("amd", 4): (Tile(64, 64, 32, 4, 1), Tile(128, 64, 32, 4, 1), Tile(256, 32, 16, 4, 1)),
     ("cpu", 2): (Tile(256, 128, 128, 1, 1),),
     ("cpu", 4): (Tile(256, 128, 128, 1, 1),),
 }
+# a tile that crosses pages spends instructions on addresses: with few rows, wider tiles hide them
 DECODE_TILES = {
-    ("nvidia", 2): (Tile(64, 0, 128, 4, 3), Tile(128, 0, 64, 4, 3), Tile(256, 0, 32, 4, 3)),
-    ("nvidia", 4): (Tile(64, 0, 64, 4, 2), Tile(128, 0, 32, 4, 2), Tile(256, 0, 16, 4, 2)),
-    ("amd", 2): (Tile(64, 0, 64, 4, 2), Tile(128, 0, 64, 4, 1), Tile(256, 0, 32, 4, 1)),
-    ("amd", 4): (Tile(64, 0, 32, 4, 1), Tile(128, 0, 32, 4, 1), Tile(256, 0, 16, 4, 1)),
-    ("cpu", 2): (Tile(256, 0, 64, 1, 1),),
-    ("cpu", 4): (Tile(256, 0, 64, 1, 1),),
+    ("nvidia", 2): (
+        Tile(64, 16, 128, 4, 3, page_multiple=128),
+        Tile(64, 16, 128, 4, 2),
+        Tile(64, 64, 128, 4, 3),
+        Tile(128, 16, 64, 4, 3, page_multiple=64),
+        Tile(128, 16, 128, 4, 2),
+        Tile(128, 64, 64, 4, 3),
+        Tile(256, 16, 32, 4, 3, page_multiple=32),
+        Tile(256, 16, 64, 4, 2),
+        Tile(256, 32, 32, 4, 3),
+        Tile(256, 64, 32, 8, 3),
+    ),
+    ("nvidia", 4): (
+        Tile(64, 64, 64, 4, 2),
+        Tile(128, 64, 32, 4, 2),
+        Tile(256, 32, 16, 4, 2),
+        Tile(256, 64, 16, 8, 2),
+    ),
+    ("gfx942", 2): (Tile(64, 64, 64, 4, 2), Tile(128, 64, 64, 4, 1), Tile(256, 64, 32, 4, 1)),
+    ("amd", 2): (Tile(64, 64, 64, 4, 2), Tile(128, 64, 64, 4, 2), Tile(256, 64, 32, 4, 2)),
+    ("amd", 4): (Tile(64, 64, 32, 4, 1), Tile(128, 64, 32, 4, 1), Tile(256, 64, 16, 4, 1)),
+    ("cpu", 2): (Tile(256, 64, 64, 1, 1),),
+    ("cpu", 4): (Tile(256, 64, 64, 1, 1),),
 }
 DECODE_MAX_ROWS = 64  # a larger packed tile is cut into row blocks, each of which reads the KV again
-FOUR_WARPS_ELEMENTS = 64 * 128  # float32 elements of the accumulator that the registers of four warps hold
 DECODE_WORKGROUPS_PER_UNIT = {"nvidia": 2, "amd": 2, "cpu": 1}
-TORCH_BLOCK_M = 512  # a tile of the torch kernels is a matrix product: fewer, taller ones gather K and V less often
+# a tile of the torch kernels is a matrix product: fewer, taller ones gather K and V less often
+TORCH_BLOCK_M = 512
 MAPPING = "swizzled-head-first"
 
 
@@ -84,10 +116,13 @@ def family(topology: Topology) -> str:
     return "nvidia"
 
 
-def _tile(table: dict[tuple[str, int], tuple[Tile, ...]], shape: LayerShape, topology: Topology) -> Tile:
-    head_dim = max(shape.head_dim, shape.head_dim_v)
-    for tile in table[family(topology), shape.dtype.itemsize]:
-        if head_dim <= tile.head_dim:
+def _tile(
+    table: dict[tuple[str, int], tuple[Tile, ...]], shape: LayerShape, topology: Topology, rows: int = 0
+) -> Tile:
+    head_dim, size = max(shape.head_dim, shape.head_dim_v), shape.dtype.itemsize
+    tiles = table.get((topology.generation, size)) or table[family(topology), size]
+    for tile in tiles:
+        if head_dim <= tile.head_dim and rows <= tile.rows and shape.page_size % tile.page_multiple == 0:
             return tile
     raise ValueError(f"no variant for head_dim {head_dim}: the largest is 256")
 
@@ -103,12 +138,12 @@ def choose_prefill(
     """The prefill variant for a layer shape. kernels: "triton" or "torch"."""
     tile = _tile(PREFILL_TILES, shape, topology)
     if kernels == "torch":
-        tile = replace(tile, block_m=TORCH_BLOCK_M)
+        tile = replace(tile, rows=TORCH_BLOCK_M)
     name = "portable-prefill" if kernels == "triton" else "torch-prefill"
     return Variant(
         name,
         "prefill",
-        tile.block_m,
+        tile.rows,
         tile.block_n,
         tile.num_warps,
         tile.num_stages,
@@ -122,14 +157,8 @@ def choose_decode(
     shape: LayerShape, topology: Topology, kernels: str, max_decode_query: int, mapping: str | None = None
 ) -> Variant:
     """The decode variant for a layer shape and the most query tokens a decoding request has."""
-    tile = _tile(DECODE_TILES, shape, topology)
-    rows = next_power_of_2(shape.group * max_decode_query)
-    if family(topology) == "nvidia":
-        if rows * shape.head_dim_v > FOUR_WARPS_ELEMENTS:
-            tile = replace(tile, num_warps=8)
-        elif rows <= MIN_DOT_ROWS and shape.dtype.itemsize == 2 and shape.page_size % tile.block_n:
-            # a tile that crosses pages spends instructions on addresses: fewer, wider tiles hide them
-            tile = replace(tile, block_n=2 * tile.block_n, num_stages=2)
+    rows = min(max(next_power_of_2(shape.group * max_decode_query), MIN_DOT_ROWS), DECODE_MAX_ROWS)
+    tile = _tile(DECODE_TILES, shape, topology, rows)
     name = "portable-decode" if kernels == "triton" else "torch-decode"
     domains = topology.dispatch_domains
     workgroups = topology.compute_units * DECODE_WORKGROUPS_PER_UNIT[family(topology)]
@@ -139,7 +168,7 @@ def choose_decode(
     return Variant(
         name,
         "decode",
-        min(max(rows, MIN_DOT_ROWS), DECODE_MAX_ROWS),
+        rows,
         tile.block_n,
         tile.num_warps,
         tile.num_stages,

@@ -251,10 +251,6 @@ def decode_kernel(
             b_slope = tl.load(alibi_slopes + o_head, mask=m_row, other=0.0)
         else:
             b_slope = tl.zeros([BLOCK_M], tl.float32)
-        if HAS_SINK:
-            b_sink = tl.load(sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32)
-        else:
-            b_sink = tl.zeros([BLOCK_M], tl.float32)
 
         b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_l = tl.zeros([BLOCK_M], tl.float32)
@@ -340,6 +336,15 @@ def decode_kernel(
                             IN_FLIGHT,
                         )
         if whole:
+            # which rows these are is read and computed again: kept, it would take registers during the walk
+            o_row = tl.load(p_item + 2, volatile=True) * BLOCK_M + o_m
+            o_query = o_row // GROUP
+            m_row = o_query < query_len
+            o_token = (query_start + o_query).to(tl.int64)
+            o_head = kv_head * GROUP + o_row % GROUP
+            b_sink = tl.zeros([BLOCK_M], tl.float32)
+            if HAS_SINK:
+                b_sink = tl.load(sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32)
             p_out = (
                 out + o_token[:, None] * out_token_stride + o_head[:, None] * out_head_stride + o_dv[None, :]
             )

@@ -147,6 +147,12 @@ def prefill_kernel(
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, True,
         )  # fmt: skip
+        # which rows these are is read and computed again: kept, it would take registers during the walk
+        o_row = tl.load(p_tile + 2, volatile=True) * BLOCK_M + o_m
+        o_query = o_row // GROUP
+        m_row = o_query < query_len
+        o_token = (query_start + o_query).to(tl.int64)
+        o_head = kv_head * GROUP + o_row % GROUP
         if HAS_SINK:
             b_sink = tl.load(sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32)
             b_m, b_l, b_acc = add_sink(b_m, b_l, b_acc, b_sink)

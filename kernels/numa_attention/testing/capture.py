@@ -136,7 +136,7 @@ def compile_call(call: Call, generation: str, step: str, **tile: int) -> list[Co
         elif step == "write":
             _write(call)
         else:
-            _attend(call, Schedule(batch, shape, "triton", decode, prefill))
+            _attend(call, Schedule(batch, shape, "triton", decode=decode, prefill=prefill))
     return [Compiled(name, step, variant, result) for name, result in captured]
 
 

@@ -154,6 +154,7 @@ def _inspect_amd(kernel: CompiledKernel, shared_bytes: int) -> tuple[Resources, 
     return resources, parse(text, AMD_KINDS)
 
 
+MOST_REGISTERS = 255  # of an NVIDIA thread
 SM_REGISTERS, SM_WARPS, SM_WORKGROUPS = 65536, 64, 32
 RESERVED_SHARED = 1024  # bytes of shared memory that a workgroup takes besides its own
 

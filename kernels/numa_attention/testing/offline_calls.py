@@ -81,10 +81,12 @@ def all_calls(generation: str) -> list[tuple[Call, str]]:
     def add(*steps: str, **options) -> None:
         calls.extend((make_call(generation, **options), step) for step in steps)
 
-    for head_dims, group in product(HEAD_DIMS, (1, 4, 8, 16, 64)):
+    for group in (1, 4, 8, 16):
+        add("decode", group=group)
+    for head_dims, group in product(HEAD_DIMS, (32, 64)):
         add("decode", head_dims=head_dims, group=group)
     for head_dims in HEAD_DIMS:
-        add("prefill", head_dims=head_dims)
+        add("decode", "prefill", head_dims=head_dims)
         add("decode", "prefill", head_dims=head_dims, page_size=64)
         add("decode", "prefill", head_dims=head_dims, dtype=torch.float32)
         add("decode", "prefill", head_dims=head_dims, float8=E4M3)

@@ -1,0 +1,144 @@
+"""Every device generation's kernels, compiled without it: no spills, LDS within limits, the instructions that count."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import triton
+
+from numa_attention import jit
+from numa_attention.testing import isa
+from numa_attention.testing.capture import compiling_for
+
+GENERATIONS = ("gfx942", "gfx950", "gfx1250", "sm_90", "sm_100")
+OLD_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+
+
+def compile_offline(cache, *arguments: str) -> tuple[int, list[dict]]:
+    """Exit code and reports of the command, in a process whose kernels are not interpreted."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", jit.SETTING)
+    }
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "numa_attention.testing.offline", "--json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    assert done.stdout, done.stderr
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def matrix_kind(report: dict) -> str:
+    """The matrix instruction that a kernel with 16-bit queries has to use."""
+    if report["generation"].startswith("gfx"):
+        return "wmma" if report["generation"] == "gfx1250" else "mfma"
+    few_rows = int(report["tile"].split("x")[0]) < 64
+    return "mma.sync" if few_rows else "wgmma" if report["generation"] == "sm_90" else "tcgen05"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_common_layers(generation, tmp_path):
+    if generation == "gfx1250" and OLD_TRITON:
+        pytest.skip("Triton before 3.7 spills thousands of registers there")
+    code, reports = compile_offline(tmp_path, "--subset", "--device", generation)
+    assert {report["kernel"] for report in reports} == {"decode_kernel", "prefill_kernel"}
+    for report in reports:
+        name = f"{report['kernel']} {report['call']} {report['tile']}"
+        assert report["faults"] == [], name
+        assert 0 < report["resources"]["shared"] <= report["shared_limit"], name
+        assert report["resources"]["occupancy"] > 0, name
+        loop = report["main_loop"]
+        assert loop.get(matrix_kind(report), 0) >= 2, f"{name}: both products use the matrix unit, not {loop}"
+        assert loop["exponential"] >= 1, f"{name}: this is the loop of the softmax"
+        assert loop.get("scratch access", 0) == 0 or report["notes"], name
+        if generation.startswith("sm_"):
+            assert loop.get("async copy", 0) >= 2, f"{name}: keys and values are copied asynchronously"
+        else:
+            assert loop.get("wide load", 0) + loop.get("async copy", 0) >= 2, f"{name}: 16 bytes a load"
+        # the last arriver of a group, then of the groups
+        arrivals = 2 if report["kernel"] == "decode_kernel" else 0
+        assert report["whole"].get("atomic", 0) == arrivals, name
+    assert code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("generation", "tile", "fault"),
+    [
+        ("gfx950", "block_m=256,block_n=256,num_warps=4", "spills"),
+        ("gfx942", "block_n=256,num_warps=8,num_stages=2", "bytes of LDS"),
+        ("sm_90", "block_m=128,block_n=256,num_warps=4", "spills"),
+    ],
+)
+def test_a_tile_that_does_not_fit_is_reported(generation, tile, fault, tmp_path):
+    options = ("--subset", "--step", "prefill", "--only", "bf16 d128 g8 p16", "--tile", tile)
+    code, reports = compile_offline(tmp_path, "--device", generation, *options)
+    assert code == 1
+    assert len(reports) == 1
+    assert any(fault in found for found in reports[0]["faults"])
+
+
+AMD = """
+\ts_load_dword s0, s[0:1], 0x0
+.LBB0_1:
+\tv_exp_f32_e32 v0, v0
+.LBB0_2:                                ;   Parent Loop BB0_1 Depth=1
+\tbuffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen
+\tbuffer_load_dword v4, s[0:3], 0 offen lds
+\tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1], v[2:3], a[0:15]
+\ts_cbranch_scc1 .LBB0_2
+\tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1], v[2:3], a[0:15]
+\ts_cbranch_scc0 .LBB0_1
+\ts_cbranch_execz .LBB0_4
+\tglobal_atomic_add_u32 v0, v1, v2, s[0:1] sc0
+.LBB0_4:
+\ts_endpgm
+.Lfunc_end0:
+\ts_nop 0
+"""
+NVIDIA = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0020*/                   LDGSTS.E.BYPASS.128 [R3], desc[UR4][R4.64] ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0040*/                   MUFU.EX2 R5, R5 ;
+        /*0050*/              @P1  BRA.U `(.L_x_1) ;
+.L_x_2:
+        /*0060*/                   LDL R5, [R1] ;
+        /*0070*/                   STL.64 [R1], R6 ;
+        /*0080*/                   ATOMG.E.ADD.STRONG.GPU PT, R5, desc[UR4][R2.64], R5 ;
+.L_x_3:
+        /*0090*/                   BRA `(.L_x_3);
+"""
+
+
+def test_the_innermost_loop_of_amd_code():
+    code = isa.parse(AMD, isa.AMD_KINDS)
+    assert len(code.instructions) == 11
+    assert sorted(code.loops) == [(1, 8), (2, 6)]
+    assert code.main_loop() == (2, 6)
+    assert code.count((2, 6)) == {"wide load": 1, "async copy": 1, "mfma": 1}
+    assert code.count() == {"exponential": 1, "wide load": 1, "async copy": 1, "mfma": 2, "atomic": 1}
+
+
+def test_the_loop_of_nvidia_code():
+    code = isa.parse(NVIDIA, isa.NVIDIA_KINDS)
+    assert code.main_loop() == (2, 6)
+    assert code.count((2, 6)) == {"async copy": 1, "wgmma": 1, "exponential": 1}
+    assert code.count()["scratch access"] == 2 and code.count()["atomic"] == 1
+    assert len(code.instructions) == 10
+
+
+def test_code_without_a_product_has_no_main_loop():
+    assert isa.parse(".LBB0_1:\n\ts_nop 0\n\ts_branch .LBB0_1\n", isa.AMD_KINDS).main_loop() is None
+
+
+def test_interpreted_kernels_are_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"), compiling_for("gfx942"):
+        pass
