@@ -124,6 +124,9 @@ def seed_1(
     simulation: Annotated[
         bool, typer.Option("--simulation", help="The 24 named rows by simulation, a few minutes.")
     ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the hit rates (closed form) there.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The figures of the NUMA-aware attention article beside ours, MI300X."""
@@ -136,7 +139,11 @@ def seed_1(
             from numa_attention.machine.cache import simulate as model
         with Console(stderr=True).status("comparing"):
             rows = seed_one.compare(model)
-            points = [] if simulation else seed_one.sweep()
+            points = [] if simulation and plot is None else seed_one.sweep()
+        if plot is not None:
+            from numa_attention.machine.plots import plot_sweep
+
+            plot_sweep(points, plot)
     if as_json:
         claims = [
             dataclasses.asdict(row.claim) | {"ours": row.ours, "difference": row.difference, "why": row.why}

@@ -11,7 +11,6 @@ the units' speeds. Q is read and O written once per workgroup, and neither is ke
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from math import sqrt
 
@@ -108,7 +107,7 @@ def _run(
     """Runs the launch. Times in units of one tile's time. Returns (end time, asked, hits, filled) in K/V tiles.
 
     where: int32 [domains, accs * chunks], the slot of a chunk or -1. owner: int32 [domains, slots], its inverse.
-    ready: float64 [domains, slots], when a follower can have walked the chunk. unit_time: time of one tile on each unit.
+    ready: float64 [domains, slots], when a follower can have walked the chunk. unit_time: of one tile, on each unit.
     """
     units = unit_queue.size
     domains = owner.shape[0]

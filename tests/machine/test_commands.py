@@ -1,0 +1,176 @@
+"""numa-swizzle simulate, plan, variant: JSON for programs, tables for people, one sentence for mistakes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_numa_backend import cli
+
+MODEL = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 1024,
+    "vocab_size": 1000,
+}
+L2 = "simulate l2 --machine h200 --mapping head-first --batch 1 --q-heads 8 --kv-heads 8 --length 4096 "
+L2 += "--head-dim 128 --block-m 128 --block-n 64"
+PREDICTIONS = Path(__file__).resolve().parents[2] / "docs" / "machine-model-predictions.json"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line here; returns (exit code, what it printed, what it complained)."""
+
+    def call(line):
+        monkeypatch.setattr(sys, "argv", ["numa-swizzle", *line.split()])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ending:
+            cli.main()
+        shown = capsys.readouterr()
+        return ending.value.code, shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path / "config.json"
+
+
+@pytest.mark.parametrize("options", ["", " --causal", " --domains 8", " --closed-form"])
+def test_l2_json(run, options):
+    pytest.importorskip("numba", reason="the simulation needs the extra `model`")
+    code, out, _ = run(L2 + options + " --json")
+    answer = json.loads(out)
+    assert code == 0
+    assert 0 < answer["hit_rate"] < 1
+    assert 0 < answer["hbm_bytes"] <= answer["requested_bytes"]
+    assert answer["seconds"] > 0 and answer["streams_per_domain"] >= 1
+    assert answer["grid"]["causal"] == ("--causal" in options)
+    assert answer["grid"]["domains"] == (8 if "--domains" in options else 1)
+
+
+def test_l2_table(run):
+    pytest.importorskip("numba", reason="the simulation needs the extra `model`")
+    code, out, _ = run(L2)
+    assert code == 0 and "L2 hit rate" in out and "domain 1" in out
+
+
+def test_seed_one(run):
+    code, out, _ = run("simulate seed-1 --json")
+    answer = json.loads(out)
+    assert code == 0 and len(answer["rows"]) == 24 and len(answer["sweep"]) > 200
+    for row in answer["rows"]:
+        assert abs(row["difference"]) <= 0.03 or row["why"], row
+    rows = {
+        (row["figure"], row["mapping"], row["length"]): row for row in answer["rows"] if row["figure"] == "13"
+    }
+    assert rows["13", "head-first", 131072]["difference"] > 0.3  # not bent to fit
+    assert rows["13", "swizzled-head-first", 131072]["difference"] == pytest.approx(0, abs=0.01)
+
+
+def test_seed_one_as_a_figure(run, tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need the extra `model`")
+    code, _, _ = run(f"simulate seed-1 --json --plot {tmp_path / 'hits.png'}")
+    assert code == 0 and (tmp_path / "hits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_seed_tables(run):
+    for name in ("seed-1", "seed-2"):
+        code, out, _ = run(f"simulate {name}")
+        assert code == 0 and len(out.splitlines()) > 40
+
+
+def test_seed_two_json(run):
+    code, out, _ = run("simulate seed-2 --json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and all(row["label"] in ("derived", "calibrated", "contradicts") for row in rows)
+    copies = [row["ours"] for row in rows if row["name"].startswith("IPCQ copies")]
+    assert copies == [0, 168, 280, 280, 189]
+
+
+def test_plan(run, model):
+    code, out, _ = run(f"plan --model {model} --context 1M --machine mi300x --gpus 8 --json")
+    answer = json.loads(out)
+    assert code == 0 and answer["fits"] and len(answer["placements"]) == 6 and answer["reasons"]
+    code, out, _ = run(f"plan --model {model} --context 1M --machine mi300x --gpus 8")
+    assert code == 0 and "vllm serve" in out
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_variant(run, phase):
+    line = f"variant --q-heads 64 --kv-heads 8 --head-dim 128 --phase {phase} --batch 1 --context 131072"
+    line += " --device gfx942"
+    code, out, _ = run(line + " --json")
+    answer = json.loads(out)
+    assert code == 0 and answer["mapping"] == answer["variant"]["mapping"] and answer["agrees"]
+    code, out, _ = run(line)
+    assert code == 0 and "swizzled-head-first" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (L2.replace("h200", "h300"), "unknown machine 'h300'"),
+        (L2.replace("--kv-heads 8", "--kv-heads 3"), "multiple of kv_heads"),
+        (L2.replace("head-first", "tail-first"), "unknown mapping 'tail-first'"),
+        ("plan --model nowhere --context 1M --machine mi300x", "config.json"),
+        ("plan --model nowhere --context 1M --machine none", "nowhere"),
+        ("variant --q-heads 12 --kv-heads 8 --context 4096 --device gfx942", "12"),
+        ("variant --q-heads 64 --kv-heads 8 --context 4096 --device gfx999", "gfx999"),
+        ("variant --q-heads 64 --kv-heads 8 --context 4096 --device gfx942 --phase sleep", "sleep"),
+        ("simulate compare nowhere.json", "nowhere.json"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(run, line, words):
+    code, out, err = run(line)
+    assert code == 2 and not out
+    assert words in err and len(err.strip().splitlines()) == 1, err
+
+
+def test_a_config_without_kv_heads(run, model):
+    model.write_text(json.dumps({key: value for key, value in MODEL.items() if key != "num_key_value_heads"}))
+    code, _, err = run(f"plan --model {model} --context 1M --machine mi300x")
+    assert code == 2 and "num_key_value_heads" in err and len(err.strip().splitlines()) == 1
+
+
+def test_comparing_a_measurement(run, tmp_path):
+    predicted = json.loads(PREDICTIONS.read_text())["predictions"]
+    assert len(predicted) == 12
+    measured = tmp_path / "measured.json"
+    measured.write_text(json.dumps({"points": predicted}))
+    code, out, _ = run(f"simulate compare {measured} --json")
+    assert json.loads(out)["hit_rms"] == 0
+    far = [row | {"hit_rate": row["hit_rate"] / 2} for row in predicted]
+    measured.write_text(json.dumps({"points": far}))
+    code, out, _ = run(f"simulate compare {measured}")
+    assert code == 1 and "a mark is missed" in out
+
+
+def test_predictions_are_those_of_this_model():
+    pytest.importorskip("numba", reason="the simulation needs the extra `model`")
+    from numa_attention.machine import predictions
+    from numa_attention.machine.h200_points import POINTS
+
+    committed = {row["name"]: row for row in json.loads(PREDICTIONS.read_text())["predictions"]}
+    for name in ("block-first-h32-16k", "swizzled-over-4-h32-16k-b4"):
+        again = predictions.predict_point(POINTS[name])
+        assert again["hit_rate"] == pytest.approx(committed[name]["hit_rate"], abs=0.02)
+        assert again["closed_form_hit_rate"] == pytest.approx(
+            committed[name]["closed_form_hit_rate"], abs=1e-6
+        )
+
+
+def test_no_vllm_is_imported(model):
+    code = (
+        "import sys\nfrom vllm_numa_backend import cli\n"
+        f"sys.argv = 'numa-swizzle plan --model {model} --context 10M --machine mi300x --gpus 8 --json'.split()\n"
+        "try:\n    cli.main()\nexcept SystemExit as ending:\n    assert not ending.code\n"
+        "assert not {'vllm', 'torch', 'numba'} & set(sys.modules), 'imported too much'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)

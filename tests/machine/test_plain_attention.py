@@ -1,0 +1,78 @@
+"""The kernel that benchmarks/measure_l2.py puts under ncu computes attention under every mapping."""
+
+import csv
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import measure_l2  # noqa: E402
+from plain_attention import attention  # noqa: E402
+
+from numa_attention.jit import interpreting  # noqa: E402
+from numa_attention.machine.grid import MAPPINGS, Grid  # noqa: E402
+
+DEVICE = "cpu" if interpreting() else "cuda"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_against_torch(mapping, causal):
+    grid = Grid(mapping, 2, 4, 2, 64, 16, 32, 16, causal, domains=2, longest_first=causal)
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 64, 16, device=DEVICE)
+    k, v = torch.randn(2, 2, 2, 64, 16, device=DEVICE)
+    out = torch.full_like(q, float("nan"))
+    attention(q, k, v, out, grid)
+    scores = q @ k.repeat_interleave(2, 1).mT / math.sqrt(16)
+    if causal:
+        scores.masked_fill_(torch.ones(64, 64, device=DEVICE, dtype=torch.bool).triu(1), float("-inf"))
+    expected = scores.softmax(-1) @ v.repeat_interleave(2, 1)
+    tolerance = 1e-4 if DEVICE == "cpu" else 1e-2  # a GPU multiplies float32 as TF32
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_shapes_it_does_not_take():
+    empty = torch.empty(0)
+    with pytest.raises(ValueError, match="must divide"):
+        attention(empty, empty, empty, empty, Grid("head-first", 1, 1, 1, 1000, 128))
+    with pytest.raises(ValueError, match="power of two"):
+        attention(empty, empty, empty, empty, Grid("head-first", 1, 1, 1, 1024, 56))
+
+
+def test_counters_are_read_with_their_units():
+    page = io.StringIO()
+    table = csv.writer(page, quoting=csv.QUOTE_ALL)
+    table.writerow(["Kernel Name", *measure_l2.METRICS])
+    units = ["", *("sector" for _ in range(7)), "Mbyte", "byte", "ns"]
+    table.writerow(units)
+    table.writerow(
+        [measure_l2.KERNEL, "1,000", "900", "100", "800", "600", "200", "50", "3.5", "7", "1500000"]
+    )
+    found = measure_l2.rates(measure_l2.parse(page.getvalue().splitlines()))
+    assert found["hbm_bytes"] == 3.5e6 and found["seconds"] == pytest.approx(1.5e-3)
+    assert found["hit_rate"] == 0.75 and found["hit_rate_all"] == 0.9
+
+
+def test_the_script_knows_the_predicted_launches():
+    listed = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "measure_l2.py"), "--list"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    predicted = json.loads((BENCHMARKS.parent / "docs" / "machine-model-predictions.json").read_text())
+    names = {row["name"] for row in (*predicted["predictions"], *predicted["calibration"])}
+    assert set(listed.stdout.split()) == names

@@ -1,0 +1,172 @@
+"""Planning tensor and context parallelism from a config.json, and choosing for a layer."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from numa_attention.machine import ModelError, dispatch
+from numa_attention.machine.machines import H200, MI300X, machine
+from numa_attention.machine.plan import make_plan, read_config, tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA_70B = {
+    "model_type": "llama",
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8"},
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(base=LLAMA_70B, **changes):
+        values = {key: value for key, value in (base | changes).items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return tmp_path / "config.json"
+
+    return write
+
+
+def test_llama_70b(config):
+    shape = read_config(config())
+    assert shape.weights_bytes == pytest.approx(141e9, rel=0.01)
+    plan = make_plan(shape, MI300X, 8, tokens("1M"))
+    assert plan.fits and plan.flags == "--tensor-parallel-size 8"
+    assert plan.best.kv_bytes == 40 * 2**30
+    # what it calls the longest context fits, one token more does not
+    longest = plan.best.longest_context
+    assert make_plan(shape, MI300X, 8, longest).fits
+    assert not make_plan(shape, MI300X, 8, longest + 1).fits
+
+
+def test_context_parallelism_where_kv_heads_would_be_copied(config):
+    shape = read_config(config(num_key_value_heads=2))
+    plan = make_plan(shape, H200, 8, tokens("4M"))
+    assert plan.best.context_parallel == 4 and plan.best.kv_copies == 1
+    assert plan.options[0].kv_copies == 4
+    assert plan.best.kv_bytes * 4 == plan.options[0].kv_bytes
+    assert plan.flags.endswith("--decode-context-parallel-size 4")
+    # where everything fits easily, sharding the context is not worth its merges
+    assert make_plan(shape, H200, 8, 1024).best.context_parallel == 1
+
+
+def test_latent_attention(config):
+    shape = read_config(config(DEEPSEEK_V3))
+    assert shape.weights_bytes == pytest.approx(671e9, rel=0.02)
+    assert shape.kv_elements == 576
+    plan = make_plan(shape, H200, 8, tokens("128k"))
+    assert plan.best.kv_bytes == 576 * 2 * 61 * 2**17 / plan.best.context_parallel
+
+
+def test_windows_stop_growing(config):
+    kinds = ["sliding_attention", "full_attention"] * 40
+    shape = read_config(config(layer_types=kinds, sliding_window=4096))
+    token = 2 * 8 * 128 * 2 / 8
+    plan = make_plan(shape, MI300X, 8, tokens("1M"))
+    assert plan.best.kv_bytes == token * 40 * (2**20 + 4096)
+
+
+def test_fp8_cache_halves_it(config):
+    shape = read_config(config())
+    half = make_plan(shape, MI300X, 8, tokens("1M"), kv_dtype="fp8")
+    assert half.best.kv_bytes == 20 * 2**30
+
+
+def test_nested_config_and_folder(config, tmp_path):
+    path = config({"model_type": "vision", "text_config": LLAMA_70B, "torch_dtype": "bfloat16"})
+    assert read_config(path.parent).kv_heads == 8
+
+
+def test_ten_million_tokens_in_no_time(config):
+    started = time.process_time()
+    plan = make_plan(read_config(config()), machine("gfx942"), 8, tokens("10M"))
+    assert time.process_time() - started < 0.5
+    assert not plan.fits and any("longest context" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_key_value_heads": None}, "num_key_value_heads"),
+        ({"num_key_value_heads": 7}, "no multiple of num_key_value_heads 7"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers"),
+        ({"torch_dtype": "int3"}, "int3"),
+    ],
+)
+def test_bad_configs(config, changes, words):
+    with pytest.raises(ModelError, match=words) as error:
+        read_config(config(**changes))
+    assert "\n" not in str(error.value)
+
+
+def test_other_bad_input(config, tmp_path):
+    shape = read_config(config())
+    with pytest.raises(ModelError, match="do not divide over 7 GPUs"):
+        make_plan(shape, MI300X, 7, 1024)
+    with pytest.raises(ModelError, match="gpus is 0"):
+        make_plan(shape, MI300X, 0, 1024)
+    with pytest.raises(ModelError, match="MI9000"):
+        machine("MI9000")
+    with pytest.raises(ModelError, match="no number of tokens"):
+        tokens("plenty")
+    with pytest.raises(ModelError, match="there is no"):
+        read_config(tmp_path / "elsewhere" / "config.json")
+
+
+def test_numbers_of_tokens():
+    assert [tokens(word) for word in ("131072", "128k", "1M", "10m", "0.5M")] == [
+        131072,
+        131072,
+        1 << 20,
+        10 << 20,
+        1 << 19,
+    ]
+
+
+def test_choice_for_prefill():
+    choice = dispatch.choose_prefill(MI300X, 128, 128, 128, 1, 32768)
+    assert choice.mapping == "swizzled-head-first" and choice.domains == 8
+    times = {row.mapping: row.relative_time for row in choice.rows}
+    assert times["block-first"] > 1.4 and times["swizzled-head-first"] == 1
+    tie = dispatch.choose_prefill(MI300X, 64, 8, 128, 1, 32768)
+    assert any("does not matter" in reason for reason in tie.reasons)
+
+
+def test_choice_for_decode():
+    one = dispatch.choose_decode(MI300X, 64, 8, 128, 1, 131072, workgroups=608, tile_tokens=64)
+    assert one.splits == 76 and one.splits * one.split_tokens >= 131072
+    many = dispatch.choose_decode(MI300X, 64, 8, 128, 256, 4096, workgroups=608, tile_tokens=64)
+    assert many.splits == 1
+    narrow = dispatch.choose_decode(MI300X, 8, 1, 128, 1, 131072, workgroups=608, tile_tokens=64)
+    assert narrow.domains_per_acc == 8
+    short = dispatch.choose_decode(MI300X, 8, 1, 128, 1, 512, workgroups=608, tile_tokens=64)
+    assert short.splits == 2
+    with pytest.raises(ModelError, match="multiple of kv_heads"):
+        dispatch.choose_decode(MI300X, 12, 8, 128, 1, 512, workgroups=608, tile_tokens=64)
