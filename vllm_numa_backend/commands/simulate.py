@@ -139,7 +139,7 @@ def seed_1(
             from numa_attention.machine.cache import simulate as model
         with Console(stderr=True).status("comparing"):
             rows = seed_one.compare(model)
-            points = [] if simulation and plot is None else seed_one.sweep()
+            points = () if simulation and plot is None else seed_one.sweep()
         if plot is not None:
             from numa_attention.machine.plots import plot_sweep
 
@@ -160,7 +160,7 @@ def seed_1(
     print_claims(console, rows)
 
 
-def print_sweep(console: Console, title: str, quantity: str, points: list[seed_one.Sweep]) -> None:
+def print_sweep(console: Console, title: str, quantity: str, points: tuple[seed_one.Sweep, ...]) -> None:
     from numa_attention.machine.grid import MAPPINGS
 
     shown = table("shape", "batch", "tokens", *MAPPINGS, title=f"{title} (closed form; figures 12 to 15)")

@@ -9,7 +9,7 @@ from .grid import MAPPINGS
 from .seed_one import Sweep
 
 
-def plot_sweep(points: list[Sweep], path: Path) -> None:
+def plot_sweep(points: tuple[Sweep, ...], path: Path) -> None:
     """Hit rate over length at batch 1, one panel per number of heads, one line per mapping.
 
     Raises ModelError where matplotlib is missing or the file cannot be written.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from .closed_form import estimate
 from .grid import MAPPINGS, Grid
@@ -146,7 +147,8 @@ class Sweep:
     relative: dict[str, float]
 
 
-def sweep(batches: tuple[int, ...] = BATCHES) -> list[Sweep]:
+@cache
+def sweep(batches: tuple[int, ...] = BATCHES) -> tuple[Sweep, ...]:
     """The shapes of figures 12 to 15: MHA, GQA with 8 KV heads, and 128 heads of 56."""
     kinds = [("MHA", heads, heads, 128) for heads in HEADS]
     kinds += [("GQA", heads, 8, 128) for heads in (32, 64, 128)]
@@ -172,4 +174,4 @@ def sweep(batches: tuple[int, ...] = BATCHES) -> list[Sweep]:
                         {mapping: fastest / each.seconds for mapping, each in found.items()},
                     )
                 )
-    return points
+    return tuple(points)
