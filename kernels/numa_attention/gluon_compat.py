@@ -24,6 +24,8 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # what a release lacks
 HAS_CLUSTERS = VERSION >= (3, 7)
 HAS_TDM_GATHER = hasattr(cdna5.tdm, "async_gather")
+# whether a workgroup of a cluster can read a part of a tile of which each has a whole copy
+READS_PARTS_OF_COPIES = VERSION >= (3, 8)
 
 if hasattr(getattr(hopper, "cluster", None), "barrier"):
 

@@ -73,11 +73,12 @@ if gluon_compat.HAS_CLUSTERS:
     runs["tma multicast"] = cases.tma_multicast
 if gluon_compat.exchanges_between_ctas("sm_90"):
     runs["sum over a cluster"] = lambda: cases.tma_multicast(split=(0, 1))
-for form in cdna5.FORMS:
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        name = f"decode {form} {'bf16' if dtype == torch.bfloat16 else 'fp8'}"
-        runs[name] = lambda form=form, dtype=dtype: decode_case(form, dtype)
-runs["decode small pages"] = lambda: decode_case("four-stage", torch.bfloat16, 16)
+if gluon_compat.VERSION >= (3, 7):
+    for form in cdna5.FORMS:
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            name = f"decode {form} {'bf16' if dtype == torch.bfloat16 else 'fp8'}"
+            runs[name] = lambda form=form, dtype=dtype: decode_case(form, dtype)
+    runs["decode small pages"] = lambda: decode_case("four-stage", torch.bfloat16, 16)
 
 for name, run in runs.items():
     compiled = []

@@ -8,9 +8,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from numa_attention.gluon_compat import wmma_layout
+from numa_attention.gluon_compat import READS_PARTS_OF_COPIES, wmma_layout
 from numa_attention.testing import interpret
 
+# by which axis the two workgroups of a cluster divide a tile, as a layout's basis; none: both have all of it
+SPLIT = (1, 0) if READS_PARTS_OF_COPIES else (0, 0)
 LOG2_E = 1.4426950408889634
 
 
@@ -97,11 +99,11 @@ def tma_attention(n=128, d=64) -> float:
     return error(o, expected[0])
 
 
-def rows_over_ctas(basis=(1, 0)):
+def rows_over_ctas(basis):
     return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], cga_layout=[list(basis)])
 
 
-def tdm_multicast(fault="", seed=0, split=(1, 0)) -> float:
+def tdm_multicast(fault="", seed=0, split=SPLIT) -> float:
     a, out = torch.randn(64, 192).half(), poisoned(64)
     shared = gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=[[0, 0]])
     interpret(cluster_kernels.tdm_multicast_sum)[(1,)](
@@ -128,7 +130,7 @@ def convert_between_ctas(target: str) -> float:
     return error(out, torch.arange(128))
 
 
-def tma_multicast(fault="", seed=0, split=(1, 0)) -> float:
+def tma_multicast(fault="", seed=0, split=SPLIT) -> float:
     a, out = torch.randn(64, 192).half(), poisoned(64)
     interpret(cluster_kernels.tma_multicast_sum, target="sm_90")[(1,)](
         descriptor(a, [64, 64], [[0, 0]]), out, 192,

@@ -5,6 +5,8 @@ a KV tile. TDM copies it from its pages into LDS, one request a page, and fills 
 zeros. WMMA in its transposed form leaves the scores where the second product wants them, so that the probabilities
 never go through LDS. Warps divide the rows of the packed query tile, so that a softmax needs one warp alone.
 
+Pages of at least a tile are best: the compiler lets some ten requests be under way at once, which small pages use up.
+
 FORM says how far copies, products and the softmax overlap:
 
 - "single": one buffer; a tile is copied, then used;
@@ -20,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from numa_attention import scores
-from numa_attention.gluon_compat import cdna5, thread_barrier, wmma_layout
+from numa_attention.gluon_compat import VERSION, cdna5, thread_barrier, wmma_layout
 from numa_attention.shapes import LayerShape, UnsupportedShape
 
 FORMS = ("single", "two-stage", "four-stage")
@@ -538,6 +540,11 @@ def launch_of(
 
 
 def decode(*arguments, **options) -> None:
-    """Attention of the decoding requests of a schedule on the GPU; arguments as for `launch_of`."""
+    """Attention of the decoding requests of a schedule on the GPU; arguments as for `launch_of`.
+
+    Raises also RuntimeError with Triton 3.6, which cannot assemble the kernel.
+    """
+    if VERSION < (3, 7):
+        raise RuntimeError("the gfx1250 decode kernel needs Triton 3.7 or later: use decode/portable.py")
     grid, values, constants = launch_of(*arguments, **options)
     decode_kernel[grid](*values, **constants)

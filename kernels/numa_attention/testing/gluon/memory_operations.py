@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from numa_attention import gluon_compat
 from numa_attention.testing.gluon.builder_base import BuilderBase
 from numa_attention.testing.gluon.clocks import Access, Clock
 from numa_attention.testing.gluon.faults import NotModelled, OutOfBounds, Refused
@@ -148,10 +149,15 @@ class MemoryOperations(BuilderBase):
         if self.ctas == 1:
             return
         shared, registers = self.cta_bases(view.type), self.cta_bases(type)
+        if shared != registers and not gluon_compat.READS_PARTS_OF_COPIES:
+            raise Refused(
+                f"registers with the CTA steps {registers} meet shared memory with {shared}, at {self.where()}: "
+                f"this release of Triton cannot read that"
+            )
         for kept, wanted in zip(shared, registers, strict=False):
             if any(kept) and kept != wanted:
                 raise Refused(
-                    f"registers with the CTA layout {registers} meet shared memory with {shared}, at {self.where()}: "
+                    f"registers with the CTA steps {registers} meet shared memory with {shared}, at {self.where()}: "
                     f"a CTA would need another one's shared memory"
                 )
 
