@@ -1,53 +1,132 @@
-"""The short way round Triton's argument analysis hands every argument to the place where the kernel declares it."""
+"""Launching the portable kernels: what is compiled once is launched again, and never for a call it does not fit."""
 
 from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from numa_attention import portable_launch
 from numa_attention.decode import portable as decode
 from numa_attention.prefill import portable as prefill
-from tests.kernel_step import make_planner, run, step_of
-from tests.support import make_paged_case
+from numa_attention.shapes import LayerShape
+from numa_attention.topology import pretend
+from numa_attention.variants import choose_decode
+
+SHAPE = LayerShape(8, 2, 64, 64, torch.float32, torch.float32, 16)
+VARIANT = choose_decode(SHAPE, pretend("gfx942"), "triton", 1)
+
+
+class Recorder:
+    """A kernel that compiles nothing and remembers what it would have compiled and launched."""
+
+    def __init__(self):
+        self.compiled, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def first(*arguments, **constants):
+            self.compiled.append(constants)
+            self.launched.append(arguments)
+            return SimpleKernel(self)
+
+        return first
+
+
+class SimpleKernel:
+    def __init__(self, recorder):
+        self.recorder = recorder
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.recorder.launched.append(arguments)
+
+
+def empty(*size, **options):
+    return torch.empty(size, **options)
+
+
+def call(launch, variant=VARIANT, shape=SHAPE, causal=True, **changes):
+    arguments = {
+        "q": empty(3, 8, 64),
+        "k_pages": empty(4, 16, 2, 64),
+        "v_pages": empty(4, 16, 2, 64),
+        "out": empty(3, 8, 64),
+        "scale": 0.125,
+    }
+    batch = SimpleNamespace(
+        block_table=empty(3, 4, dtype=torch.int32),
+        query_start_loc=empty(4, dtype=torch.int32),
+        seq_lens=empty(3, dtype=torch.int32),
+        causal=causal,
+    )
+    schedule = SimpleNamespace(shape=shape, batch=batch)
+    launch(7, (), variant, schedule=schedule, **{**arguments, **changes})
+
+
+def misaligned(*size):
+    elements = torch.Size(size).numel()
+    return torch.empty(elements + 1)[1:].view(size)
+
+
+CHANGES = {
+    "variant": {"variant": dataclasses.replace(VARIANT, num_warps=8)},
+    "window": {"shape": dataclasses.replace(SHAPE, window=3)},
+    "not causal": {"causal": False},
+    "query stride": {"q": empty(3, 16, 64)[:, :8]},
+    "page stride": {"k_pages": empty(4, 2, 16, 2, 64)[:, 0]},
+    "query alignment": {"q": misaligned(3, 8, 64)},
+    "page alignment": {"v_pages": misaligned(4, 16, 2, 64)},
+    "output dtype": {"out": empty(3, 8, 64, dtype=torch.bfloat16)},
+    "soft cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": empty(8)},
+    "half sinks": {"sinks": empty(8, dtype=torch.float16)},
+    "alibi": {"alibi_slopes": empty(8)},
+    "scales": {"k_scale": empty(1), "v_scale": empty(1)},
+    "lse": {"lse": empty(3, 8)},
+    "transposed lse": {"lse": empty(8, 3).T},
+}
+
+
+def test_equal_calls_compile_once():
+    kernel = Recorder()
+    launch = portable_launch.LayerLauncher(kernel)
+    for _ in range(3):
+        call(launch)
+    call(launch, scale=0.5, q=empty(5, 8, 64), out=empty(5, 8, 64))
+    assert len(kernel.compiled) == 1 and len(kernel.launched) == 4
+    names = [name for name in kernel.compiled[0] if name not in ("num_warps", "num_stages")]
+    again, first = kernel.launched[1], kernel.launched[0]
+    assert list(again[len(first) :]) == [kernel.compiled[0][name] for name in names]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_calls_that_differ_compile_again(change):
+    kernel = Recorder()
+    launch = portable_launch.LayerLauncher(kernel)
+    call(launch)
+    call(launch, **CHANGES[change])
+    assert len(kernel.compiled) == 2
+    call(launch)
+    call(launch, **CHANGES[change])
+    assert len(kernel.compiled) == 2
 
 
 @pytest.mark.parametrize(
-    ("module", "kernel", "num_decodes"),
-    [(decode, decode.decode_kernel, 1), (prefill, prefill.prefill_kernel, 0)],
-    ids=["decode", "prefill"],
+    ("kernel", "own", "own_constants"),
+    [
+        (
+            decode.decode_kernel,
+            ["ranges", "items", "arrivals", "partial_acc", "partial_ml"],
+            decode.constants,
+        ),
+        (prefill.prefill_kernel, ["tiles", "first_request"], lambda shape, variant: {}),
+    ],
 )
-def test_arguments_and_constants_come_in_the_order_of_the_kernel(
-    module, kernel, num_decodes, device, monkeypatch
-):
-    launches = []
-    monkeypatch.setattr(module._launch, "_launch", lambda *call: launches.append(call))
-    # every stride and length is another number, so that a swap shows
-    case = make_paged_case(
-        [1 if num_decodes else 5], [37], q_heads=6, kv_heads=3, layout="kv-last", device=device
-    )
-    schedule = make_planner(case, kernels="triton").plan(step_of(case, num_decodes))
-    sinks, slopes = torch.zeros(6, device=device), torch.ones(6, device=device)
-    run(case, schedule, scale=0.25, soft_cap=7.0, sinks=sinks, alibi_slopes=slopes)
-
-    ((_, _, arguments, constants, _),) = launches
-    names = list(kernel.arg_names)
-    assert names == [*names[: len(arguments)], *constants], "constants come last, in the order declared"
-    given = dict(zip(names, arguments, strict=False))
-    tensors = {
-        "q": case.q, "k_pages": case.k_pages, "v_pages": case.v_pages, "block_table": case.block_table,
-        "query_start_loc": case.query_start_loc, "seq_lens": case.seq_lens, "sinks": sinks, "alibi_slopes": slopes,
-    }  # fmt: skip
-    for name, tensor in tensors.items():
-        assert given[name].data_ptr() == tensor.data_ptr(), name
-    assert (given["scale"], given["soft_cap"]) == (0.25, 7.0)
-    strides = {
-        "q": case.q, "out": given["out"], "lse": given["lse"], "k": case.k_pages, "v": case.v_pages
-    }  # fmt: skip
-    for prefix, tensor in strides.items():
-        first = {"k": "page", "v": "page"}.get(prefix, "token")
-        expected = [f"{prefix}_{first}_stride", f"{prefix}_{'token' if first == 'page' else 'head'}_stride"]
-        assert [given[name] for name in expected] == list(tensor.stride()[:2])
-    assert given["k_head_stride"] == case.k_pages.stride(2) and given["v_head_stride"] == case.v_pages.stride(
-        2
-    )
-    assert given["block_table_stride"] == case.block_table.stride(0)
+def test_constants_are_handed_over_in_the_order_in_which_kernels_declare_them(kernel, own, own_constants):
+    names = list(inspect.signature(kernel.fn).parameters)
+    flags = dict.fromkeys(("causal", "has_cap", "has_alibi", "has_sink", "has_lse", "has_scales"), False)
+    constants = portable_launch.constants(SHAPE, VARIANT, **flags) | own_constants(SHAPE, VARIANT)
+    assert names[: len(own)] == own
+    assert names[-len(constants) :] == list(constants)
