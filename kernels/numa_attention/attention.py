@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from numa_attention.schedule import Schedule
+from numa_attention.shapes import LayerShape
 
 # launches of each variant since the last `ran.clear()`: what really ran, for tests and reports
 ran: Counter[str] = Counter()
@@ -39,12 +40,21 @@ def attend(
     Raises ValueError where the tensors are not what the schedule was planned for.
     """
     shape = schedule.shape
-    if q.dtype != shape.dtype or k_pages.dtype != shape.kv_dtype or k_pages.shape[1] != shape.page_size:
-        raise ValueError(
-            f"the schedule was planned for {shape}; got q {q.dtype}, pages {k_pages.dtype} of {k_pages.shape[1]} tokens"
-        )
-    if (k_scale is None) != (v_scale is None):
-        raise ValueError("give both k_scale and v_scale, or neither")
+    # what does not change from step to step is checked once: this runs for every layer of every step
+    layout = (
+        shape, q.dtype, q.shape[1:], q.stride(), out.shape[1:], out.stride(), k_pages.dtype, k_pages.shape,
+        k_pages.stride(), v_pages.dtype, v_pages.shape, v_pages.stride(), None if sinks is None else _vector(sinks),
+        None if alibi_slopes is None else _vector(alibi_slopes), None if k_scale is None else _vector(k_scale),
+        None if v_scale is None else _vector(v_scale), None if lse is None else (lse.dtype, lse.shape[1:]),
+        soft_cap >= 0.0,
+    )  # fmt: skip
+    if layout not in _fitting:
+        _check(shape, q, k_pages, v_pages, out, soft_cap, sinks, alibi_slopes, k_scale, v_scale, lse)
+        _fitting.add(layout)
+    tokens = schedule.tokens
+    if q.shape[0] < tokens or out.shape[0] < tokens or (lse is not None and lse.shape[0] < tokens):
+        rows = ", ".join(str(len(x)) for x in (q, out, lse) if x is not None)
+        raise ValueError(f"the step has {tokens} query tokens; q, out and lse have {rows} rows")
     options = dict(
         scale=scale,
         soft_cap=soft_cap,
@@ -58,6 +68,50 @@ def attend(
         if plan is not None:
             kernel_of(plan.variant.name)(q, k_pages, v_pages, out, schedule, **options)
             ran[plan.variant.name] += 1
+
+
+_fitting: set[tuple] = set()  # layouts of calls that have passed `_check`
+
+
+def _vector(x: torch.Tensor) -> tuple:
+    return x.dtype, x.shape, x.stride()
+
+
+def _check(
+    shape: LayerShape, q, k_pages, v_pages, out, soft_cap, sinks, alibi_slopes, k_scale, v_scale, lse
+) -> None:
+    """Raises ValueError where the kernels would read or write past a tensor, or take one number for another."""
+    pages = (shape.page_size, shape.kv_heads)
+    for name, tensor, dtype, sizes in (
+        ("q", q, shape.dtype, (shape.q_heads, shape.head_dim)),
+        ("k_pages", k_pages, shape.kv_dtype, (*pages, shape.head_dim)),
+        ("v_pages", v_pages, shape.kv_dtype, (*pages, shape.head_dim_v)),
+        ("out", out, out.dtype, (shape.q_heads, shape.head_dim_v)),
+    ):
+        if tensor.dtype != dtype or tensor.shape[1:] != sizes:
+            raise ValueError(
+                f"the schedule was planned for {name} {dtype} [*, {', '.join(map(str, sizes))}]; "
+                f"got {tensor.dtype} {list(tensor.shape)}"
+            )
+        if tensor.stride(-1) != 1:
+            raise ValueError(
+                f"the last dimension of {name} must be contiguous; its stride is {tensor.stride(-1)}"
+            )
+    for name, vector in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if vector is not None and (vector.shape != (shape.q_heads,) or not vector.is_contiguous()):
+            raise ValueError(
+                f"{name} must be contiguous, one number for each of {shape.q_heads} query heads; got "
+                f"{list(vector.shape)} with strides {vector.stride()}"
+            )
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("give both k_scale and v_scale, or neither")
+    for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if factor is not None and (factor.dtype != torch.float32 or factor.numel() != 1):
+            raise ValueError(f"{name} must be one float32 number; got {factor.dtype} {list(factor.shape)}")
+    if lse is not None and (lse.dtype != torch.float32 or lse.shape[1:] != (shape.q_heads,)):
+        raise ValueError(f"lse must be float32 [tokens, {shape.q_heads}]; got {lse.dtype} {list(lse.shape)}")
+    if soft_cap < 0.0:
+        raise ValueError(f"soft_cap is {soft_cap}: give a positive number, or 0 for none")
 
 
 _kernels: dict[str, object] = {}

@@ -13,13 +13,14 @@ graph can be replayed after any later `plan` of a decode-only step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from numa_attention.decode import work_list
 from numa_attention.jit import resolve
+from numa_attention.mapping import check_mapping
 from numa_attention.mapping import tiles as host_tiles
 from numa_attention.shapes import LayerShape
 from numa_attention.topology import Topology, detect
@@ -78,13 +79,14 @@ class PrefillSchedule:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every layer of one shape does in one step. kernels: "triton" or "torch"."""
+    """What every layer of one shape does in one step of `tokens` query tokens. kernels: "triton" or "torch"."""
 
     batch: StepBatch
     shape: LayerShape
     kernels: str
     decode: DecodeSchedule | None
     prefill: PrefillSchedule | None
+    tokens: int = 0
 
 
 MIN_TILES = 2  # a split of fewer KV tiles costs more to merge than it saves
@@ -97,7 +99,8 @@ class Planner:
     request may have and still be a decode (1 + speculated tokens). kernels: "auto", "triton", "torch" or "interpret".
     mapping: one of `mapping.MAPPINGS`, None for the variant's own. topology: another device than the detected one.
 
-    Raises UnsupportedShape, ValueError (kernels that cannot run on the device) or MissingTriton.
+    Raises UnsupportedShape, ValueError (kernels that cannot run on the device, an unknown mapping, a limit below 1) or
+    MissingTriton.
     """
 
     def __init__(
@@ -113,16 +116,28 @@ class Planner:
         topology: Topology | None = None,
     ):
         shape.check()
+        if mapping is not None:
+            check_mapping(mapping)
+        limits = {
+            "max_requests": max_requests,
+            "max_tokens": max_tokens,
+            "max_decode_query": max_decode_query,
+        }
+        for name, limit in limits.items():
+            if limit < 1:
+                raise ValueError(f"{name} is {limit}: it must be at least 1.")
         self.shape = shape
         self.device = torch.device(device)
         self.kernels = resolve(kernels, self.device)
         self.max_requests = max_requests
+        self.max_tokens = max_tokens
         self.max_decode_query = max_decode_query
         topology = topology or detect(self.device)
         self.decode_variant = choose_decode(shape, topology, self.kernels, max_decode_query, mapping)
         self.prefill_variant = choose_prefill(shape, topology, self.kernels, mapping)
         self.row_blocks = -(-shape.group * max_decode_query // self.decode_variant.block_m)
         self.decode_buffers = self._make_decode_buffers()
+        self._seq_lens = torch.empty(max_requests, dtype=torch.int32, device=self.device)
         self._prefix = torch.empty(max_requests + 1, dtype=torch.int32, device=self.device)
         tiles = shape.kv_heads * (max_tokens * shape.group // self.prefill_variant.block_m + max_requests)
         self._tiles = torch.empty(tiles, 4, dtype=torch.int32, device=self.device)
@@ -146,14 +161,42 @@ class Planner:
         )
 
     def plan(self, batch: StepBatch) -> Schedule:
-        """The schedule of one step. It stays valid until the next `plan`, whose work list overwrites this one's."""
-        if batch.num_requests > self.max_requests:
-            raise ValueError(
-                f"a step of {batch.num_requests} requests exceeds max_requests={self.max_requests}"
-            )
+        """The schedule of one step. It stays valid until the next `plan`, whose work list overwrites this one's.
+
+        A sequence longer than its row of the block table, as in some dummy runs of vLLM, is cut to what the row holds.
+
+        Raises ValueError where the step does not fit the planner or its tensors cannot be read as they are.
+        """
+        self._check(batch)
+        held = batch.block_table.shape[1] * self.shape.page_size
+        seq_lens = self._seq_lens[: batch.num_requests]
+        torch.clamp(batch.seq_lens, max=held, out=seq_lens)
+        batch = replace(batch, seq_lens=seq_lens)
         decode = self._plan_decode(batch) if batch.num_decodes else None
         prefill = self._plan_prefill(batch) if batch.num_decodes < batch.num_requests else None
-        return Schedule(batch, self.shape, self.kernels, decode, prefill)
+        tokens = int(batch.query_start_loc_cpu[-1])
+        return Schedule(batch, self.shape, self.kernels, decode, prefill, tokens)
+
+    def _check(self, batch: StepBatch) -> None:
+        requests, decodes = batch.num_requests, batch.num_decodes
+        if requests > self.max_requests:
+            raise ValueError(f"a step of {requests} requests exceeds max_requests={self.max_requests}")
+        for name in ("query_start_loc", "seq_lens", "block_table"):
+            tensor = getattr(batch, name)
+            if tensor.dtype != torch.int32 or (tensor.stride()[-1] != 1 and tensor.shape[-1] > 1):
+                raise ValueError(
+                    f"{name} is {tensor.dtype} with strides {tensor.stride()}: "
+                    "it must be int32 and contiguous in its last dimension"
+                )
+        if not 0 <= decodes <= requests:
+            raise ValueError(f"num_decodes is {decodes} in a step of {requests} requests")
+        if decodes and batch.max_query_len > self.max_decode_query:
+            longest = int(np.diff(batch.query_start_loc_cpu[: decodes + 1].numpy()).max())
+            if longest > self.max_decode_query:
+                raise ValueError(
+                    f"a decoding request has {longest} query tokens, more than "
+                    f"max_decode_query={self.max_decode_query}"
+                )
 
     def _plan_decode(self, batch: StepBatch) -> DecodeSchedule:
         number, plan, shape = batch.num_decodes, self.decode_buffers, self.shape
@@ -192,10 +235,9 @@ class Planner:
         workgroups = int(blocks.sum()) * shape.kv_heads
         if workgroups == 0:
             return None
-        if workgroups > len(self._tiles):
-            raise ValueError(
-                f"a step of {int(query_lens.sum())} query tokens exceeds the planner's max_tokens"
-            )
+        tokens = int(query_lens.sum())
+        if tokens > self.max_tokens:
+            raise ValueError(f"a step of {tokens} prefilled tokens exceeds max_tokens={self.max_tokens}")
         tiles = self._tiles[:workgroups]
         if self.kernels == "triton":
             from numa_attention.prefill.tile_list import build_on_device

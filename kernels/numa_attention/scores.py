@@ -23,6 +23,9 @@ def score_tile(
     o_position [M], o_key [N]: token positions. b_slope [M]: the ALiBi slope of each row's query head. scale: softmax
     scale times the key scale.
     """
+    if HAS_ALIBI:
+        # a product with token positions in 16 bits would round the positions
+        b_slope = b_slope.to(tl.float32)
     if HAS_CAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1): exp overflows to inf for large x, which gives the right limit
         b_x = b_s * (scale / soft_cap)
