@@ -188,14 +188,32 @@ def test_addresses_beyond_32_bits(kernels, page, tmp_path):
         (lambda a: a | {"key": torch.zeros(4, 32, 2).transpose(1, 2)}, "last dimension"),
         (lambda a: a | {"k_scale": torch.ones(1)}, "both k_scale and v_scale"),
         (lambda a: a | {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}, "for float8 pages.*float32"),
-        (lambda a: a | {"kernels": "fast"}, "choose one of"),
+        (
+            lambda a: a | {"slot_mapping": torch.arange(8)[::2]},
+            "slot_mapping must be contiguous; its stride is 2",
+        ),
+        (lambda a: a | {"slot_mapping": torch.arange(4.0)}, "slot_mapping is torch.float32"),
+        (lambda a: a | {"slot_mapping": torch.arange(4)[None]}, r"slot_mapping is torch.int64 \[1, 4\]"),
+        (
+            lambda a: a | {"k_scale": torch.ones(2), "v_scale": torch.ones(2)},
+            r"one float32 number; got .* \[2\]",
+        ),
     ],
 )
-def test_refuses_what_does_not_fit(change, message):
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_refuses_what_does_not_fit(kernels, change, message):
     k_pages, v_pages = empty_pages(2, 16, 2, 32, 32, torch.float32, "pages-2")
     arguments = dict(
         key=torch.zeros(4, 2, 32), value=torch.zeros(4, 2, 32), k_pages=k_pages, v_pages=v_pages,
         slot_mapping=torch.arange(4),
     )  # fmt: skip
+    write_pages(**arguments, kernels=kernels)
     with pytest.raises(ValueError, match=message):
-        write_pages(**change(arguments))
+        write_pages(**change(arguments), kernels=kernels)
+
+
+def test_refuses_unknown_kernels():
+    k_pages, v_pages = empty_pages(2, 16, 2, 32, 32, torch.float32, "pages-2")
+    key = torch.zeros(4, 2, 32)
+    with pytest.raises(ValueError, match="choose one of"):
+        write_pages(key, key, k_pages, v_pages, torch.arange(4), kernels="fast")

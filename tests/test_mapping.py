@@ -285,6 +285,18 @@ def test_equal_blocks_in_a_list_are_uniform():
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("integer", [np.int8, np.uint8, np.uint32, np.uint64])
+def test_any_type_of_integer(mapping, integer):
+    # 4 * 100 overflows a byte, and numpy's uint64 beside int64 is a float
+    grid = (4, 100, 50, 3, 7)
+    rows = tiles(mapping, *map(integer, grid))
+    expected = tiles(mapping, *grid)
+    assert rows.dtype == np.int64 and np.array_equal(rows, expected)
+    counts = map(integer, (100, 50, 7, 2))
+    assert streams_per_domain(rows, *counts) == streams_per_domain(expected, 100, 50, 7, 2)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
 @pytest.mark.parametrize("blocks", [0, [0, 0]], ids=["number", "list"])
 def test_empty_grid(mapping, blocks):
     rows = tiles(mapping, 2, 8, 4, blocks, 8)

@@ -25,7 +25,7 @@ def write_pages(
     key [tokens, kv_heads, head_dim], value [tokens, kv_heads, head_dim_v]: at least as many tokens as
     slots, any strides but a contiguous last dimension. k_pages, v_pages [page, token, kv_head, head_dim or
     head_dim_v]: views of the cache, likewise. slot_mapping int64 [n]: page * page_size + token in page, no
-    slot twice; -1 is a padding token. k_scale, v_scale float32 [1], on the same device, both or neither,
+    slot twice, contiguous; -1 is a padding token. k_scale, v_scale float32 [1], on the same device, both or neither,
     for float8 pages alone: what is stored is the number divided by its scale, clamped to the range of the
     type and rounded to nearest even. kernels: "auto", "triton", "torch" or "interpret"; see `jit.resolve`.
 
@@ -68,6 +68,15 @@ def _check(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None
         )
     if not key.stride(2) == value.stride(2) == k_pages.stride(3) == v_pages.stride(3) == 1:
         raise ValueError("the last dimension of keys, values and pages must be contiguous.")
+    if slot_mapping.dtype not in (torch.int64, torch.int32) or slot_mapping.ndim != 1:
+        raise ValueError(
+            f"slot_mapping is {slot_mapping.dtype} {list(slot_mapping.shape)}: it must be int64, one slot a token."
+        )
+    if not slot_mapping.is_contiguous():
+        raise ValueError(f"slot_mapping must be contiguous; its stride is {slot_mapping.stride(0)}.")
+    for scale in (k_scale, v_scale):
+        if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1):
+            raise ValueError(f"a scale must be one float32 number; got {scale.dtype} {list(scale.shape)}.")
     if (k_scale is None) != (v_scale is None) or (k_scale is not None and k_pages.dtype not in FLOAT8):
         raise ValueError(
             f"give both k_scale and v_scale for float8 pages, or neither; the pages are {k_pages.dtype}."
@@ -109,7 +118,9 @@ def _write_with_triton(key, value, k_pages, v_pages, slot_mapping, k_scale, v_sc
         key.shape[1:], value.shape[1:], k_pages.shape[1:], v_pages.shape[1:],
         key.stride(), value.stride(), k_pages.stride(), v_pages.stride(),
         key.data_ptr() & 15, value.data_ptr() & 15, k_pages.data_ptr() & 15, v_pages.data_ptr() & 15,
-        k_scale is None, v_scale is None,
+        None if k_scale is None else (k_scale.dtype, k_scale.shape),
+        None if v_scale is None else (v_scale.dtype, v_scale.shape),
+        slot_mapping.is_contiguous(), slot_mapping.ndim,
     )  # fmt: skip
     plan = _plans.get(layout)
     if plan is None or not key.shape[0] == value.shape[0] >= count:

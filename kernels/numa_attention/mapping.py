@@ -177,9 +177,10 @@ def blocks_per_request(batch: int, blocks: int | Sequence[int] | np.ndarray) -> 
         raise ValueError(
             f"blocks has shape {list(counts.shape)}: give one number, or one per request ({batch})."
         )
+    counts = counts.astype(np.int64)
     if (counts < 0).any():
         raise ValueError(f"blocks holds {counts.min()}: a number of blocks must not be negative.")
-    return counts.astype(np.int64)
+    return counts
 
 
 def tiles(
@@ -208,6 +209,8 @@ def tiles(
     """
     check_mapping(mapping)
     check_grid(batch, q_heads, kv_heads, domains)
+    # numpy's small integers overflow in products, and its uint64 turns into floating point beside int64
+    batch, q_heads, kv_heads, domains = map(index, (batch, q_heads, kv_heads, domains))
     counts = blocks_per_request(batch, blocks)
     equal = bool((counts == counts[0]).all())
     if uniform is None:
@@ -262,6 +265,7 @@ def streams_per_domain(rows: np.ndarray, q_heads: int, kv_heads: int, domains: i
         raise ValueError(f"resident is {resident}: a domain runs at least 1 workgroup at a time.")
     if len(rows) == 0:
         return 0.0
+    q_heads, kv_heads, domains, resident = map(index, (q_heads, kv_heads, domains, resident))
     workgroup = np.arange(len(rows))
     wave = (workgroup // domains // resident) * domains + domain_of(workgroup, domains)
     acc = rows[:, 0] * kv_heads + rows[:, 1] // (q_heads // kv_heads)
