@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from numa_attention import gluon_compat, reference
 from numa_attention.decode import cdna5
 from numa_attention.shapes import UnsupportedShape
 from numa_attention.testing import interpret
-from numa_attention.testing.gluon import OutOfBounds, Refused
+from numa_attention.testing.gluon import OutOfBounds, Race, Refused
 from tests.kernel_step import make_planner, step_of, test_topology
 from tests.support import LAYOUTS, assert_close, make_paged_case
 
@@ -141,3 +142,34 @@ def test_layers_for_other_kernels():
     schedule = make_planner(case, kernels="triton").plan(step_of(case, 1))
     with pytest.raises(ValueError, match="single, two-stage, four-stage"):
         cdna5.launch_of(case.q, case.k_pages, case.v_pages, case.q, schedule, scale=1.0, form="three")
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        ("four-stage", "async_wait(4 * COPIES)", "async_wait(4 * COPIES + 1)"),
+        ("four-stage", "buffers_k.index(step % 3), HEAD", "buffers_k.index((step + 1) % 3), HEAD"),
+        ("four-stage", "buffers_v.index((step + 2) % 3), HEAD", "buffers_v.index((step + 1) % 3), HEAD"),
+        ("two-stage", "async_wait(2 * AHEAD * COPIES)", "async_wait(2 * AHEAD * COPIES + 1)"),
+        ("two-stage", "AHEAD) % BUFFERS", "AHEAD + 1) % BUFFERS"),
+        ("single", "async_wait(2 * AHEAD * COPIES)", "async_wait(1)"),
+        ("two-stage", "        cdna5.tdm.async_wait(0)\n", "        pass\n"),
+    ],
+)
+def test_mistakes_in_the_pipeline_are_found(form, right, wrong, tmp_path):
+    """The kernel with one wrong number."""
+    with open(cdna5.__file__, encoding="utf-8") as file:
+        source = file.read()
+    assert right in source, "the kernel changed: change this test"
+    (tmp_path / "wrong_decode.py").write_text(source.replace(right, wrong))
+    specification = importlib.util.spec_from_file_location("wrong_decode", tmp_path / "wrong_decode.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    case = bf16_case([1], [200], q_heads=2, kv_heads=1, page_size=64)
+    topology = test_topology(case.q.device, workgroups=1, domains=1)
+    schedule = make_planner(case, kernels="triton", topology=topology).plan(step_of(case, 1))
+    grid, arguments, constants = module.launch_of(
+        case.q, case.k_pages, case.v_pages, case.poisoned_output(), schedule, scale=1.0, form=form
+    )
+    with pytest.raises(Race, match=r"wrong_decode\.py:\d+"):
+        interpret(module.decode_kernel)[grid](*arguments, **constants)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numa_attention.testing.gluon.builder_base import BuilderBase
 from numa_attention.testing.gluon.clocks import Clock, join, joined
 from numa_attention.testing.gluon.faults import GluonFault, NotModelled
-from numa_attention.testing.gluon.values import SharedView, Value, present, where_on
+from numa_attention.testing.gluon.values import SharedView, Value, present, is_on
 
 
 class Barrier:
@@ -62,7 +62,7 @@ class BarrierOperations(BuilderBase):
         pass
 
     def create_mbarrier_expect(self, view: SharedView, bytes_per_cta: int, predicate, from_cta=None) -> None:
-        if where_on(predicate):
+        if is_on(predicate):
             barrier = self.barrier_at(view)
             barrier.bytes += bytes_per_cta
             self._arrive(barrier, 1, from_cta)
@@ -75,7 +75,7 @@ class BarrierOperations(BuilderBase):
             raise NotModelled(f"an arrival at a set of CTAs, at {self.where()}")
         from_cta = rest[position + 1] if position + 1 < len(rest) else None
         self.scheduler.may_hand_over()
-        if where_on(predicate):
+        if is_on(predicate):
             self._arrive(self.barrier_at(view), count, from_cta)
             self.scheduler.may_hand_over()
 
@@ -87,7 +87,7 @@ class BarrierOperations(BuilderBase):
         barrier.complete_if_ready()
 
     def create_mbarrier_wait(self, view: SharedView, phase: Value, predicate=None, *dependencies) -> None:
-        if not where_on(predicate):
+        if not is_on(predicate):
             return
         barrier = self.barrier_at(view)
         parity = int(phase.item()) & 1

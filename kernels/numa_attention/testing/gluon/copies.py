@@ -13,7 +13,7 @@ from numa_attention.testing.gluon.clocks import Operation, join
 from numa_attention.testing.gluon.faults import NotModelled, Refused
 from numa_attention.testing.gluon.global_memory import Descriptor
 from numa_attention.testing.gluon.memory_operations import MemoryOperations
-from numa_attention.testing.gluon.values import SharedView, Value, bits, poison, present, where_on
+from numa_attention.testing.gluon.values import SharedView, Value, bits, poison, present, is_on
 
 
 class Copies(MemoryOperations):
@@ -156,7 +156,7 @@ class Copies(MemoryOperations):
         if isinstance(rest[0], (list, tuple)):
             offsets, view, predicate, barrier = rest[:4]
             descriptor = descriptor.moved([int(offset.item()) for offset in offsets], clamp=True)
-            descriptor = descriptor.switched(where_on(predicate))
+            descriptor = descriptor.switched(is_on(predicate))
         else:
             view, barrier = rest[:2]
         self._load_tile(descriptor, view, "a TDM load", barrier)
@@ -288,7 +288,7 @@ class Copies(MemoryOperations):
         multicast = bool(rest and rest[0])
         if len(rest) > 1 and rest[1] is not None:
             raise NotModelled(f"TMA's im2col mode, at {self.where()}")
-        if where_on(predicate):
+        if is_on(predicate):
             at = [int(coordinate.item()) for coordinate in coordinates]
             descriptor = source.descriptor.moved(at, clamp=True)
             self._tma_load(descriptor, barrier_view, view, multicast, "a TMA load")
@@ -303,7 +303,7 @@ class Copies(MemoryOperations):
         predicate,
         *rest,
     ) -> None:
-        if where_on(predicate):
+        if is_on(predicate):
             descriptor = source.descriptor.moved([0, int(column.item())], clamp=True)
             multicast = bool(rest and rest[0])
             self._tma_load(descriptor, barrier_view, view, multicast, "a TMA gather", rows.data)

@@ -135,7 +135,7 @@ def present(handle) -> Value | None:
     return handle if isinstance(handle, Value) else None
 
 
-def where_on(predicate) -> bool:
+def is_on(predicate) -> bool:
     """Whether an optional scalar predicate lets its operation happen."""
     predicate = present(predicate)
     return predicate is None or bool(predicate.item())
