@@ -273,7 +273,7 @@ def simulate(grid: Grid, machine: Machine, *, seed: int = 1, coarse: int = COARS
         model.miss_latency / tile_seconds,
         model.far_latency / tile_seconds,
         model.depth,
-        model.start_delay,
+        model.delay_tiles(grid),
         model.tile_jitter,
         seed,
     )

@@ -124,7 +124,7 @@ def share_in_step(window_tiles: float, window: Window, grid: Grid, machine: Mach
     """
     model = machine.cache
     walk = grid.visits / grid.workgroups
-    per_tile = model.tile_jitter**2 + model.start_delay**2 / 12 / walk
+    per_tile = model.tile_jitter**2 + model.delay_tiles(grid) ** 2 / 12 / walk
     if grid.causal and grid.longest_first:
         # who ends late gets a shorter walk, which holds the units together: what is left is one walk's noise, and
         # the difference between the walks that run at a time
@@ -157,13 +157,13 @@ def kept_rate(cached_share: float) -> float:
     return kept
 
 
-def captured(cached_tiles: float, machine: Machine) -> float:
+def captured(cached_tiles: float, grid: Grid, machine: Machine) -> float:
     """Share of the workgroups that keep to their stream's convoy, where a miss makes a workgroup wait.
 
     The readers of a convoy end together and start together, but for their random delays: those start within the cached
     part of the stream catch up, and a late one that does not is lost to those behind it as well.
     """
-    return min(1.0, cached_tiles / machine.cache.start_delay) ** CAPTURE
+    return min(1.0, cached_tiles / machine.cache.delay_tiles(grid)) ** CAPTURE
 
 
 def lost_rate(window: Window, cached_share: float, streams: float) -> float:
@@ -190,7 +190,7 @@ def kv_hit_rate(window: Window, grid: Grid, machine: Machine) -> tuple[float, fl
     in_step = 1.0 - first_readers * (1.0 - later * kept_rate(cached_share))
     lost = min(lost_rate(window, cached_share, streams), in_step)
     if makes_convoys(grid, machine):
-        share = captured(capacity / streams, machine)
+        share = captured(capacity / streams, grid, machine)
     else:
         share = share_in_step(capacity / streams, window, grid, machine)
         # what is kept anyway does not need its readers together
@@ -246,5 +246,5 @@ def run_seconds(grid: Grid, machine: Machine, kv_rate: float, hbm_bytes: float) 
     waves = grid.workgroups / machine.units
     if not grid.causal:
         waves = ceil(waves)  # causal, longest first, leaves no tail
-    busy = waves * (walk * (tile + waits) + model.start_delay / 2 * tile)
+    busy = waves * (walk * (tile + waits) + model.delay_tiles(grid) / 2 * tile)
     return max(busy, hbm_bytes / model.read_bandwidth)
