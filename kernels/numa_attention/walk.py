@@ -48,9 +48,7 @@ def walk(
     o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
-    # masked tiles are few: where the accumulator fills the registers, they are not read ahead
-    READ_AHEAD: tl.constexpr = not MASKED or b_acc.shape[0] * b_acc.shape[1] <= 128 * 128
-    for tile in tl.range(tile_begin, tile_end, num_stages=None if READ_AHEAD else 1):
+    for tile in tl.range(tile_begin, tile_end):
         start = tile * BLOCK_N
         o_key = start + o_n
         if MASKED:

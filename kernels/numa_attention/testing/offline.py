@@ -23,16 +23,9 @@ from numa_attention.topology import pretend
 
 # (generation, kernel, tile) -> why it is used although registers spill
 ACCEPTED = {
-    (
-        "sm_90",
-        "decode_kernel",
-        "16x128 4w 2s",
-    ): "the fastest of those measured on an H200, at pages of 16 tokens",
-    (
-        "sm_90",
-        "prefill_kernel",
-        "128x64 4w 3s",
-    ): "the fastest of those measured on an H200, at pages of 16 tokens",
+    ("sm_90", "decode_kernel", "16x128 4w 2s"): "fastest of those measured on an H200, at pages of 16",
+    ("sm_90", "prefill_kernel", "128x64 4w 3s"): "fastest of those measured on an H200, at pages of 16",
+    ("gfx942", "prefill_kernel", "128x64 8w 1s"): "Triton 3.8 alone spills, a few registers outside loops",
 }
 
 
