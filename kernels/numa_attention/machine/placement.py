@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from enum import Enum
 from math import ceil
 
-import numpy as np
-
 from . import ModelError
 
 MERGED_TENSORS = 3  # m, l and O of a softmax merge
@@ -193,6 +191,8 @@ class Times:
 
 def fit_times(points: list[tuple[Cost, float]], attention: Attention) -> Times:
     """The constants that fit measured latencies (seconds) best, by least squares of the relative error."""
+    import numpy as np  # only here: planning starts faster without
+
     rows = [
         [part.unit_kv_bytes / attention.token_bytes, part.inner_hops, part.outer_hops] for part, _ in points
     ]
