@@ -76,6 +76,20 @@ def test_checkpoint_into_a_folder_in_use(tmp_path):
     assert_one_sentence(run("checkpoint", str(tmp_path)), "exists already", "--overwrite")
 
 
+def test_checkpoint_replaces_only_a_model_folder(tmp_path):
+    kept = tmp_path / "notes.txt"
+    kept.write_text("mine")
+    for folder in (tmp_path, kept):
+        assert_one_sentence(run("checkpoint", str(folder), "--overwrite"), "no model folder")
+    assert kept.read_text() == "mine"
+
+
+def test_checkpoint_where_nothing_can_be_written(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    assert_one_sentence(run("checkpoint", str(file / "model")), "cannot be written")
+
+
 def test_doctor_explains_another_device():
     result = run("doctor", "--device", "MI300X", "--json")
     assert result.returncode == 0, result.stdout + result.stderr

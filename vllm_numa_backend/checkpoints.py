@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +70,11 @@ def make_checkpoint(
     """Write SmolLM2-135M-Instruct, or its twin with other heads, to a Hugging Face folder.
 
     ``source`` is a folder this function made before; without it the GGUF file is converted. The folder appears whole
-    or not at all. Raises CheckpointError for an impossible shape, a missing source or a destination in use.
+    or not at all. Raises CheckpointError for an impossible shape, a missing source, or a destination that is in use or
+    cannot be written.
     """
     check_request(destination, heads, dtype, overwrite)
+    destination = destination.resolve()
     checkpoint = read_folder(source) if source else read_gguf(source_file())
     if checkpoint.heads != heads:
         checkpoint = twin(checkpoint, heads)
@@ -91,6 +94,13 @@ def check_request(destination: Path, heads: Heads, dtype: str, overwrite: bool) 
     check_twin(SOURCE_HEADS, heads)
     if destination.exists() and not overwrite:
         raise CheckpointError(f"{destination} exists already; pass --overwrite to replace it.")
+    if destination.exists() and not (destination / "model.safetensors").is_file():
+        raise CheckpointError(
+            f"{destination} is no model folder and is not replaced; remove it or name another."
+        )
+    existing = next(folder for folder in destination.resolve().parents if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise CheckpointError(f"{destination} cannot be written: {existing} takes no new files.")
 
 
 def source_file() -> Path:

@@ -46,6 +46,8 @@ def checkpoint(
             checkpoints.make_checkpoint(destination, heads, dtype.value, overwrite=overwrite)
     except checkpoints.CheckpointError as error:
         raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"{destination} cannot be written: {error.strerror or error}.") from error
     console.print(
         f"[green]{destination}[/]: SmolLM2-135M-Instruct, {heads}, {dtype.value}",
         highlight=False,
