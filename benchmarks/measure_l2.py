@@ -5,6 +5,9 @@
     python benchmarks/measure_l2.py --only block-first-h16-32k
     numa-swizzle simulate compare measured.json              predictions beside the measurement
 
+Two rates are printed: hit_rate, of what the SMs ask for, and hit_rate_all, which also counts the requests between the
+L2's partitions. The calibration launches show which of the two the calibration figures are.
+
 Needs one GPU, Triton and Nsight Compute (ncu) with access to performance counters. Each launch is checked first: rows
 of its output against a float32 computation of the same rows.
 """
@@ -34,7 +37,6 @@ METRICS = {
     "lts__t_sectors_srcunit_tex.sum": "sm_sectors",
     "lts__t_sectors_srcunit_tex_lookup_hit.sum": "sm_sector_hits",
     "lts__t_sectors_srcunit_tex_lookup_miss.sum": "sm_sector_misses",
-    "lts__t_sectors_srcunit_ltcfabric.sum": "fabric_sectors",
     "dram__bytes_read.sum": "hbm_bytes",
     "dram__bytes_write.sum": "hbm_write_bytes",
     "gpu__time_duration.sum": "seconds",

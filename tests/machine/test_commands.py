@@ -146,6 +146,8 @@ def test_comparing_a_measurement(run, tmp_path):
     measured.write_text(json.dumps({"points": predicted}))
     code, out, _ = run(f"simulate compare {measured} --json")
     assert json.loads(out)["hit_rms"] == 0
+    code, _, err = run(f"simulate compare {measured} --rate hit_rate_all")
+    assert code == 2 and "hit_rate_all" in err
     far = [row | {"hit_rate": row["hit_rate"] / 2} for row in predicted]
     measured.write_text(json.dumps({"points": far}))
     code, out, _ = run(f"simulate compare {measured}")

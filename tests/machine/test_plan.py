@@ -66,6 +66,14 @@ def test_llama_70b(config):
     assert not make_plan(shape, MI300X, 8, longest + 1).fits
 
 
+def test_the_placement_that_wins(config):
+    plan = make_plan(read_config(config()), MI300X, 8, tokens("1M"))
+    # sharded on both axes: a domain holds a 64th, and only softmax states move
+    assert plan.placement == 6
+    assert plan.placements_fit == [False, False, False, True, True, True]
+    assert make_plan(read_config(config()), MI300X, 8, tokens("100M")).placement is None
+
+
 def test_context_parallelism_where_kv_heads_would_be_copied(config):
     shape = read_config(config(num_key_value_heads=2))
     plan = make_plan(shape, H200, 8, tokens("4M"))

@@ -63,14 +63,16 @@ def show(console: Console, answer) -> None:
         )
     console.print(options)
     console.print(f"\nKV over {answer.gpus} GPUs (outer) and their NUMA domains (inner), one request:")
-    placements = table("case", "KV a domain", "fits", "work", "copies", "moved a token")
-    for each, fits in zip(answer.placements, answer.placements_fit, strict=True):
+    placements = table("case", "KV a domain", "fits", "work", "copies", "moved a token", "time")
+    rows = zip(answer.placements, answer.placements_fit, answer.placements_seconds, strict=True)
+    for each, fits, seconds in rows:
         placements.add_row(
-            f"{each.case}: {each.name}",
+            f"{each.case}: {each.name}{' *' if each.case == answer.placement else ''}",
             f"{each.unit_kv_bytes / 1e9:.2f} GB",
             "yes" if fits else "no",
             f"{each.unit_tokens / answer.context:.0f}x",
             str(each.copies),
             f"{(each.score_bytes + each.state_bytes) / 1e6:.1f} MB",
+            f"{seconds * 1e3:.2f} ms",
         )
     console.print(placements)

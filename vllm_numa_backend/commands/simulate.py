@@ -265,6 +265,9 @@ def predictions(
 def compare(
     measured: Annotated[Path, typer.Argument(help="JSON that benchmarks/measure_l2.py printed.")],
     predicted: Annotated[Path, typer.Option(help="The committed predictions.")] = PREDICTIONS,
+    rate: Annotated[
+        str, typer.Option(help="Which measured rate: hit_rate (of the SMs) or hit_rate_all.")
+    ] = "hit_rate",
     as_json: AsJson = False,
 ) -> None:
     """The committed predictions against a measurement. Exits with 1 where they miss their marks."""
@@ -272,7 +275,7 @@ def compare(
         from numa_attention.machine.h200_points import judge
 
         rows = read_json(predicted)["predictions"]
-        found = {row["name"]: row for row in read_json(measured)["points"]}
+        found = measured_points(measured, rate)
         verdict = judge(rows, found)
     if not verdict.points:
         raise UserError(f"{measured} holds none of the points that {predicted} predicts.")
@@ -304,6 +307,17 @@ def compare(
         )
     if not verdict.passed:
         raise typer.Exit(1)
+
+
+def measured_points(path: Path, rate: str) -> dict[str, dict[str, float]]:
+    """name -> {"hit_rate", "hbm_bytes"} in the file that the benchmark wrote."""
+    try:
+        return {
+            row["name"]: {"hit_rate": row[rate], "hbm_bytes": row["hbm_bytes"]}
+            for row in read_json(path)["points"]
+        }
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} lacks {error}: give what benchmarks/measure_l2.py printed.") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -179,7 +179,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: `best` of `options`, `reasons` in sentences, the six placements over GPUs and NUMA domains."""
+    """The answer: `best` of `options`, `reasons` in sentences.
+
+    placements: the six, for one request over GPUs (outer) and their NUMA domains (inner). placements_fit: whether all
+    requests fit so. placements_seconds: reading and moving of one decode step. placement: the fastest that fits, or
+    None.
+    """
 
     model: ModelShape
     machine: str
@@ -193,6 +198,8 @@ class Plan:
     flags: str
     placements: list[Cost]
     placements_fit: list[bool]
+    placements_seconds: list[float]
+    placement: int | None
 
 
 def tokens(text: str) -> int:
@@ -310,8 +317,12 @@ def make_plan(
         # the latent serves as key and value: one copy, not two
         attention = replace(attention, head_dim=model.head_dim // 2)
     placed = costs(attention, context, gpus, machine.domains)
-    unit_room = (machine.memory_bytes.value * utilisation - ACTIVATIONS_BYTES) / machine.domains
-    unit_room -= model.weights_bytes / gpus / machine.domains
+    unit_room = (
+        machine.memory_bytes.value * utilisation - ACTIVATIONS_BYTES - model.weights_bytes / gpus
+    ) / machine.domains
+    fitting = [requests * each.unit_kv_bytes <= unit_room for each in placed]
+    times = [requests * placement_seconds(each, machine, gpus) for each in placed]
+    winners = [(time, each.case) for time, each, fits in zip(times, placed, fitting, strict=True) if fits]
     return Plan(
         model,
         machine.name,
@@ -324,8 +335,16 @@ def make_plan(
         reasons(model, machine, best, options, most, context, requests),
         flags(best),
         placed,
-        [requests * each.unit_kv_bytes <= unit_room for each in placed],
+        fitting,
+        times,
+        min(winners)[1] if winners else None,
     )
+
+
+def placement_seconds(cost: Cost, machine: Machine, gpus: int) -> float:
+    """What a domain reads at its share of the memory's bandwidth, and what the GPUs then move over their links."""
+    reading = cost.unit_kv_bytes / (machine.memory_bandwidth.value / machine.domains)
+    return reading + (cost.score_bytes + cost.state_bytes) / (gpus * machine.link_bandwidth.value)
 
 
 def flags(best: Option) -> str:
