@@ -38,6 +38,8 @@ def tdm_multicast_sum(
         if FAULT != "missing barrier after the read":
             cdna5.cluster.arrive()
             cdna5.cluster.wait()
+    if FAULT == "arrive without a wait":
+        cdna5.cluster.arrive()
     gl.store(out + gl.arange(0, BM, gl.SliceLayout(1, REG)), total)
 
 

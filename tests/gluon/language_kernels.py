@@ -202,6 +202,62 @@ def tdm_gather(a, rows_from, out, M, K, SHARED: gl.constexpr, ROWS: gl.constexpr
 
 
 @gluon.jit
+def tdm_scatter(a, rows_to, out, M, K, SHARED: gl.constexpr, ROWS: gl.constexpr, REG: gl.constexpr):
+    """The rows of out [M, K] that rows_to [8] names = a [8, 64]. For Triton 3.8 and later."""
+    tiles = cdna5.tdm.make_tensor_descriptor(out, (M, K), (K, 1), (8, 64), SHARED)
+    buffer = gl.allocate_shared_memory(a.dtype.element_ty, [8, 64], SHARED)
+    rows = gl.arange(0, 8, gl.SliceLayout(1, REG))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, REG))
+    buffer.store(gl.load(a + rows[:, None] * 64 + columns[None, :]))
+    cdna5.tdm.async_scatter(tiles, gl.load(rows_to + gl.arange(0, 8, ROWS)), buffer)
+    cdna5.tdm.async_wait(0)
+
+
+@gluon.jit
+def tdm_on_a_barrier(
+    a,
+    out,
+    K,
+    SHARED: gl.constexpr,
+    REG: gl.constexpr,
+    BAR: gl.constexpr,
+    WARPS: gl.constexpr,
+    FAULT: gl.constexpr,
+):
+    """out [32, 64] = the sum of a [32, K] over blocks of 64 columns; copies signal an mbarrier, one arrival a warp."""
+    tiles = cdna5.tdm.make_tensor_descriptor(a, (32, K), (K, 1), (32, 64), SHARED)
+    buffer = gl.allocate_shared_memory(a.dtype.element_ty, [32, 64], SHARED)
+    bar = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    cdna5.mbarrier.init(bar, count=WARPS)
+    rows = gl.arange(0, 32, gl.SliceLayout(1, REG))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, REG))
+    total = gl.zeros((32, 64), gl.float32, REG)
+    for step in range(0, K // 64):
+        cdna5.tdm.async_load(tiles, [0, step * 64], buffer, mbarrier=bar)
+        if FAULT != "missing wait":
+            cdna5.mbarrier.wait(bar, step & 1)
+        total += buffer.load(REG)
+    gl.store(out + rows[:, None] * 64 + columns[None, :], total)
+
+
+@gluon.jit
+def tdm_step_by_step(a, out, K, SHARED: gl.constexpr, REG: gl.constexpr):
+    """The same sum with a descriptor that is moved, and prefetches. For Triton 3.8 and later."""
+    tiles = cdna5.tdm.make_tensor_descriptor(a, (32, K), (K, 1), (32, 64), SHARED)
+    buffer = gl.allocate_shared_memory(a.dtype.element_ty, [32, 64], SHARED)
+    rows = gl.arange(0, 32, gl.SliceLayout(1, REG))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, REG))
+    total = gl.zeros((32, 64), gl.float32, REG)
+    for _ in range(0, K // 64):
+        cdna5.tdm.prefetch(tiles, [0, 64])
+        cdna5.tdm.async_load(tiles, dest=buffer)
+        cdna5.tdm.async_wait(0)
+        total += buffer.load(REG)
+        tiles = cdna5.tdm.update_tensor_descriptor(tiles, add_offsets=[0, 64], clamp_bounds=True)
+    gl.store(out + rows[:, None] * 64 + columns[None, :], total)
+
+
+@gluon.jit
 def wmma_tile(a, b, c, K: gl.constexpr, WIDTH: gl.constexpr, ACC: gl.constexpr, SCALED: gl.constexpr):
     """c [32, 32] = a [32, K] @ b [K, 32] from registers, scaled by 2 along K if SCALED."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, WIDTH)

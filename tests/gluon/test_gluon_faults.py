@@ -107,14 +107,16 @@ def test_cluster_barrier_on_sm90():
 
 
 @needs_clusters
-def test_what_hangs_in_a_cluster():
-    assert_found(
-        lambda seed: cases.tdm_multicast("wait inside the barrier", seed),
-        cluster_kernels,
-        Refused,
-        mentions="cdna5.tdm.async_wait(0)",
-        seeds=[0],
-    )
+@pytest.mark.parametrize(
+    ("fault", "kind", "mentions"),
+    [
+        ("wait inside the barrier", Refused, "cdna5.tdm.async_wait(0)"),
+        ("arrive without a wait", GluonFault, "cdna5.cluster.arrive()"),
+    ],
+)
+def test_what_hangs_in_a_cluster(fault, kind, mentions):
+    run = lambda seed: cases.tdm_multicast(fault, seed)  # noqa: E731
+    assert_found(run, cluster_kernels, kind, mentions=mentions, seeds=[0])
 
 
 @needs_clusters

@@ -124,16 +124,49 @@ def test_tdm_store_stays_inside_the_tensor():
     assert out[40:].isnan().all()
 
 
-@pytest.mark.skipif(
-    gluon_compat.VERSION < (3, 8), reason="the descriptor carries the column since Triton 3.8"
+needs_moving_descriptors = pytest.mark.skipif(
+    gluon_compat.VERSION < (3, 8), reason="the descriptor carries the offsets since Triton 3.8"
 )
+EIGHT_ROWS = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+EIGHT = gl.SliceLayout(1, gl.BlockedLayout([8, 1], [1, 32], [1, 4], [1, 0]))
+
+
+@needs_moving_descriptors
 def test_tdm_gather():
     a, out = torch.randn(100, 64), poisoned(8, 64)
     rows = torch.randperm(100, dtype=torch.int32)[:8].contiguous()
-    tile = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    row_layout = gl.SliceLayout(1, gl.BlockedLayout([8, 1], [1, 32], [1, 4], [1, 0]))
-    interpret(kernels.tdm_gather)[(1,)](a, rows, out, 100, 64, padded([8, 64]), row_layout, tile)
+    interpret(kernels.tdm_gather)[(1,)](a, rows, out, 100, 64, padded([8, 64]), EIGHT, EIGHT_ROWS)
     assert torch.equal(out, a[rows.long()])
+
+
+@needs_moving_descriptors
+def test_tdm_scatter():
+    a, out = torch.randn(8, 64), poisoned(100, 64)
+    rows = torch.randperm(100, dtype=torch.int32)[:8].contiguous()
+    interpret(kernels.tdm_scatter)[(1,)](a, rows, out, 100, 64, padded([8, 64]), EIGHT, EIGHT_ROWS)
+    assert torch.equal(out[rows.long()], a)
+    assert out.isnan().all(1).sum() == 92
+
+
+@needs_moving_descriptors
+def test_tdm_with_a_moving_descriptor():
+    a, out = torch.randn(32, 256), poisoned(32, 64)
+    interpret(kernels.tdm_step_by_step)[(1,)](a, out, 256, padded([32, 64]), TILE)
+    assert error(out, a.view(32, 4, 64).sum(1)) < 1e-6
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("fault", ["", "missing wait"])
+def test_tdm_that_signals_a_barrier(fault, seed):
+    a, out = torch.randn(32, 256), poisoned(32, 64)
+    launch = interpret(kernels.tdm_on_a_barrier)[(1,)]
+    arguments = (a, out, 256, padded([32, 64]), TILE, gluon_compat.cdna5.mbarrier.MBarrierLayout(), 4, fault)
+    if fault:
+        with pytest.raises(Race, match="is not ordered after a TDM load"):
+            launch(*arguments, seed=seed)
+    else:
+        launch(*arguments, seed=seed)
+        assert error(out, a.view(32, 4, 64).sum(1)) < 1e-6
 
 
 @pytest.mark.parametrize(

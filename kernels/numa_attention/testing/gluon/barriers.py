@@ -5,7 +5,7 @@ from __future__ import annotations
 from numa_attention.testing.gluon.builder_base import BuilderBase
 from numa_attention.testing.gluon.clocks import Clock, join, joined
 from numa_attention.testing.gluon.faults import GluonFault, NotModelled
-from numa_attention.testing.gluon.values import SharedView, Value, present, is_on
+from numa_attention.testing.gluon.values import SharedView, Value, is_on, present
 
 
 class Barrier:
@@ -118,6 +118,7 @@ class BarrierOperations(BuilderBase):
             raise GluonFault(f"a second cluster arrive before the wait, at {self.where()}")
         # a relaxed arrival makes nothing visible
         me.cluster_arrival = {} if relaxed else joined(me.clocks)
+        me.cluster_arrival_at = me.where()
         me.advance()
 
     def create_cluster_wait(self) -> None:

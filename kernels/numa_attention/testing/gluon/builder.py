@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numa_attention.testing.gluon.arithmetic import Arithmetic
 from numa_attention.testing.gluon.barriers import BarrierOperations
-from numa_attention.testing.gluon.faults import Race
+from numa_attention.testing.gluon.faults import GluonFault, Race
 from numa_attention.testing.gluon.matrix_products import MatrixProducts
 from numa_attention.testing.gluon.scheduler import Partition
 from numa_attention.testing.gluon.values import Type, Value
@@ -14,9 +14,11 @@ class EmulatingBuilder(Arithmetic, BarrierOperations, MatrixProducts):
     """All operations, and the regions in which a reduction's combine function is called."""
 
     def check_nothing_outstanding(self, partition: Partition) -> None:
-        """At the end of a partition; raises Race."""
+        """At the end of a partition; raises GluonFault."""
         for operation in partition.outstanding():
             raise Race(f"{operation.what} at {operation.where} is never waited for")
+        if partition.cluster_arrival is not None:
+            raise GluonFault(f"the cluster arrive at {partition.cluster_arrival_at} has no wait after it")
 
     def create_block_with_parent(self, region: Region, types: list[Type]) -> Region:
         region.types = types

@@ -13,7 +13,7 @@ from numa_attention.testing.gluon.clocks import Operation, join
 from numa_attention.testing.gluon.faults import NotModelled, Refused
 from numa_attention.testing.gluon.global_memory import Descriptor
 from numa_attention.testing.gluon.memory_operations import MemoryOperations
-from numa_attention.testing.gluon.values import SharedView, Value, bits, poison, present, is_on
+from numa_attention.testing.gluon.values import SharedView, Value, bits, is_on, poison, present
 
 
 class Copies(MemoryOperations):

@@ -30,7 +30,8 @@ class Partition:
         self.matrix_products: list[Operation] = []  # wgmma
         self.copy_groups: list[list[Operation]] = []  # async_copy, committed
         self.open_group: list[Operation] = []
-        self.cluster_arrival: Clock | None = None
+        self.cluster_arrival: Clock | None = None  # what the cluster's partitions knew at the arrive
+        self.cluster_arrival_at = ""
 
     def agent(self, cta: int) -> tuple[str, int]:
         return (self.name, cta)
