@@ -144,6 +144,8 @@ def test_requests_without_keys_or_queries(kernels, device):
     # a padding request in the middle and at the end, and one whose query has no key at all
     case = make_paged_case([1, 0, 1, 0], [70, 0, 0, 0], device=device)
     check(case, kernels=kernels, num_decodes=4)
+    for num_decodes in (0, 2):
+        check(make_paged_case([1, 0], [0, 0], device=device), kernels=kernels, num_decodes=num_decodes)
 
 
 @kernels

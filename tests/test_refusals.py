@@ -10,7 +10,7 @@ import torch
 
 from numa_attention import attention, reference
 from numa_attention.schedule import Planner
-from tests.kernel_step import check, make_planner, shape_of, step_of
+from tests.kernel_step import check, make_planner, run, shape_of, step_of
 from tests.support import PagedCase, assert_close, make_paged_case
 
 KERNELS = ("triton", "torch")
@@ -127,3 +127,28 @@ def test_slopes_and_sinks_of_other_types(kernels, dtype, case, device):
     sinks = torch.tensor([0.3, -math.inf, 2.0, -1.0], dtype=dtype, device=device)
     check(case, kernels=kernels, num_decodes=1, alibi_slopes=slopes, sinks=sinks)
     check(case, kernels=kernels, num_decodes=1, alibi_slopes=slopes, soft_cap=5.0)
+
+
+def test_a_launch_that_stopped_half_way_leaves_nothing_behind(device, monkeypatch):
+    if device.type != "cpu":
+        pytest.skip("a kernel that fails on a GPU takes the process with it")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    case = make_paged_case([1, 1, 1], [700, 300, 64], q_heads=8, kv_heads=2, device=device)
+    planner = make_planner(case, kernels="triton")
+    arrive = InterpreterBuilder.create_atomic_rmw
+    arrivals = []
+
+    def arrive_twice(*arguments, **options):
+        arrivals.append(1)
+        if len(arrivals) == 3:
+            raise KeyboardInterrupt
+        return arrive(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_atomic_rmw", arrive_twice)
+        with pytest.raises((KeyboardInterrupt, Exception)):
+            run(case, planner.plan(step_of(case, 3)), scale=0.1)
+    assert len(arrivals) == 3
+    out, _ = run(case, planner.plan(step_of(case, 3)), scale=0.1)
+    assert_close(out, reference.attention(*case.arguments(), scale=0.1)[0])

@@ -66,7 +66,13 @@ def attend(
     )
     for plan in (schedule.decode, schedule.prefill):
         if plan is not None:
-            kernel_of(plan.variant.name)(q, k_pages, v_pages, out, schedule, **options)
+            try:
+                kernel_of(plan.variant.name)(q, k_pages, v_pages, out, schedule, **options)
+            except BaseException:
+                # an interpreted launch that stops half-way leaves counts behind that the next would add to
+                if plan is schedule.decode and plan.arrivals.device.type == "cpu":
+                    plan.arrivals.zero_()
+                raise
             ran[plan.variant.name] += 1
 
 
