@@ -51,6 +51,21 @@ def test_what_fits_is_read_once():
     assert least <= found.hbm_bytes < 1.5 * least
 
 
+def test_a_stream_that_fits_is_kept_for_the_next_workgroups():
+    found = estimate(Grid("head-first", 1, 128, 128, 32768, 128), H200)
+    assert found.hit_rate == pytest.approx(0.9905, abs=0.005)
+
+
+def test_longest_first_holds_workgroups_together():
+    full = Grid("block-first", 1, 48, 48, 32768, 128)
+    causal = Grid("block-first", 1, 48, 48, 32768, 128, causal=True, longest_first=True)
+    assert estimate(causal, H200).hit_rate > estimate(full, H200).hit_rate + 0.15
+    pytest.importorskip("numba", reason="the simulation needs the extra `model`")
+    from numa_attention.machine.cache import simulate
+
+    assert simulate(causal, H200).hit_rate > simulate(full, H200).hit_rate + 0.15
+
+
 def test_order_of_the_mappings_on_mi300x():
     found = {
         mapping: estimate(Grid(mapping, 1, 128, 128, 32768, 128, domains=8), MI300X) for mapping in MAPPINGS

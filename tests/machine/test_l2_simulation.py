@@ -73,7 +73,7 @@ def test_same_seed_same_run():
 
 @pytest.mark.parametrize(
     ("point", "points"),
-    list(zip(CALIBRATION[:3], (0.01, 0.01, 0.04), strict=True)),
+    list(zip(CALIBRATION[:3], (0.01, 0.003, 0.04), strict=True)),
     ids=lambda p: getattr(p, "name", ""),
 )
 def test_calibration_points_on_the_h200(point, points):

@@ -60,6 +60,7 @@ def test_llama_70b(config):
     plan = make_plan(shape, MI300X, 8, tokens("1M"))
     assert plan.fits and plan.flags == "--tensor-parallel-size 8"
     assert plan.best.kv_bytes == 40 * 2**30
+    assert any("no copies of KV" in reason for reason in plan.reasons)
     # what it calls the longest context fits, one token more does not
     longest = plan.best.longest_context
     assert make_plan(shape, MI300X, 8, longest).fits
