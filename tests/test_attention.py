@@ -125,6 +125,13 @@ def test_soft_cap_sinks_and_alibi(kernels, device):
 
 
 @kernels
+@pytest.mark.parametrize("soft_cap", [1e-3, 1e3, 1e5])
+def test_soft_caps_far_from_the_scores(kernels, soft_cap, device):
+    case = make_paged_case([1, 4, 9], [70, 4, 80], device=device)
+    check(case, kernels=kernels, num_decodes=1, soft_cap=soft_cap)
+
+
+@kernels
 def test_soft_cap_does_not_overflow(kernels, device):
     case = make_paged_case([1, 20], [70, 30], device=device)
     case.q.mul_(1e4)

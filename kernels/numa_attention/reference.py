@@ -41,7 +41,8 @@ def attention(
     LSE. k_scale, v_scale: what a cached number is multiplied by to get the key or value.
 
     A row that sees no key has output 0, and LSE -inf (the sink's score where there is one). Numbers that a
-    query does not see take part in no arithmetic, so that NaN there stays there.
+    query does not see take part in no arithmetic, so that NaN there stays there. Kernels promise as much for
+    what no query of a tile sees; a NaN among a step's own values may reach the earlier queries of its tile.
     """
     tokens, q_heads, _ = q.shape
     kv_heads = k_pages.shape[2]

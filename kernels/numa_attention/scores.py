@@ -15,6 +15,16 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @kernel
+def tanh(b_x):
+    """Hyperbolic tangent, right to a few float32 roundings everywhere."""
+    # exp overflows to inf for large x, which gives the right limit; near 0 the difference would cancel
+    b_far = 1.0 - 2.0 / (tl.exp2(b_x * (2.0 * LOG2_E)) + 1.0)
+    b_square = b_x * b_x
+    b_near = b_x * (1.0 - b_square * (1.0 / 3.0 - b_square * (2.0 / 15.0 - b_square * (17.0 / 315.0))))
+    return tl.where(b_square < 0.0625, b_near, b_far)
+
+
+@kernel
 def score_tile(
     b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr
 ):
@@ -27,9 +37,7 @@ def score_tile(
         # a product with token positions in 16 bits would round the positions
         b_slope = b_slope.to(tl.float32)
     if HAS_CAP:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1): exp overflows to inf for large x, which gives the right limit
-        b_x = b_s * (scale / soft_cap)
-        b_s = soft_cap * (1.0 - 2.0 / (tl.exp2(b_x * (2.0 * LOG2_E)) + 1.0))
+        b_s = soft_cap * tanh(b_s * (scale / soft_cap))
         if HAS_ALIBI:
             b_s += b_slope[:, None] * (o_key[None, :] - o_position[:, None])
         b_s = b_s * LOG2_E
