@@ -26,6 +26,8 @@ HAS_CLUSTERS = VERSION >= (3, 7)
 HAS_TDM_GATHER = hasattr(cdna5.tdm, "async_gather")
 # whether a workgroup of a cluster can read a part of a tile of which each has a whole copy
 READS_PARTS_OF_COPIES = VERSION >= (3, 8)
+# whether TDM can store a tile whose rows are padded
+STORES_PADDED_TILES = VERSION >= (3, 7)
 
 if hasattr(getattr(hopper, "cluster", None), "barrier"):
 

@@ -3,12 +3,14 @@
 A script of its own, because the tests' process interprets Triton's library. Each line: a case, and what became of it.
 """
 
+import contextlib
 import json
 import math
 import re
 from collections import Counter
 
 import gluon_cases as cases
+import test_gluon_language as language
 import torch
 
 from numa_attention import gluon_compat
@@ -25,7 +27,7 @@ class CompileOnly:
         self.kernel, self.target = kernel, target
 
     def __getitem__(self, grid):
-        def launch(*arguments, seed=0, **options):
+        def launch(*arguments, seed=0, debug=False, **options):
             with compiling_for(self.target) as captured:
                 self.kernel[grid](*arguments, **options)
             compiled.extend(result for _, result in captured)
@@ -60,7 +62,17 @@ def decode_case(form: str, kv_dtype: torch.dtype, page_size: int = 64) -> None:
     CompileOnly(cdna5.decode_kernel)[grid](*arguments, **constants)
 
 
-cases.interpret = CompileOnly
+def language_case(test, *parameters):
+    """What a test of the language launches; its outputs stay as they were, so that what it asserts fails."""
+
+    def run() -> None:
+        with contextlib.suppress(AssertionError):
+            test(*parameters)
+
+    return run
+
+
+cases.interpret = language.interpret = CompileOnly
 runs = {
     "tdm gemm": cases.tdm_gemm,
     "tdm attention": lambda: cases.tdm_attention(True),
@@ -80,10 +92,31 @@ if gluon_compat.VERSION >= (3, 7):
             runs[name] = lambda form=form, dtype=dtype: decode_case(form, dtype)
     runs["decode small pages"] = lambda: decode_case("four-stage", torch.bfloat16, 16)
 
+for name, test, *parameters in (
+    ("control flow", language.test_control_flow),
+    ("reductions", language.test_reductions_and_scan),
+    ("shapes", language.test_join_split_permute_reshape),
+    ("views", language.test_views_of_shared_memory),
+    ("float8", language.test_conversions_round_as_torch_does, torch.float8_e4m3fn),
+    ("unsigned", language.test_unsigned_arithmetic),
+    ("tdm edge", language.test_tdm_pads_with_zeros),
+    ("tdm store", language.test_tdm_store_stays_inside_the_tensor),
+    ("tdm barrier", language.test_tdm_that_signals_a_barrier, "", 0),
+    ("wmma float8", language.test_wmma, torch.float8_e4m3fn, 128, False),
+    ("wmma scaled", language.test_wmma, torch.float8_e4m3fn, 128, True),
+    ("gfx950 gemm", language.test_gfx950_gemm, ""),
+    ("commit groups", language.test_commit_groups, ""),
+):
+    runs[name] = language_case(test, *parameters)
+if gluon_compat.VERSION >= (3, 8):
+    runs["tdm gather"] = language_case(language.test_tdm_gather)
+    runs["tdm scatter"] = language_case(language.test_tdm_scatter)
+    runs["tdm moving descriptor"] = language_case(language.test_tdm_with_a_moving_descriptor)
+
 for name, run in runs.items():
     compiled = []
     run()
-    (result,) = compiled
+    result = compiled[0]
     report = {"case": name, "shared": result.metadata.shared}
     if "amdgcn" in result.asm:
         assembly = result.asm["amdgcn"]

@@ -45,6 +45,15 @@ def test_what_gfx1250_runs(reports):
         assert count(reports[name], "tensor_load_to_lds") and count(reports[name], "v_wmma_f32_16x16x32_bf16")
 
 
+def test_the_language(reports):
+    assert count(reports["wmma float8"], "v_wmma_f32_16x16x128_fp8_fp8")
+    assert count(reports["wmma scaled"], "v_wmma_scale_f32_16x16x128_f8f6f4")
+    assert count(reports["gfx950 gemm"], "v_mfma_f32_32x32x16") and count(
+        reports["gfx950 gemm"], "buffer_load_dwordx4"
+    )
+    assert count(reports["tdm store"], "tensor_store_from_lds")
+
+
 def test_what_sm90_runs(reports):
     for name in ("tma gemm", "tma attention"):
         assert count(reports[name], "wgmma.mma_async")

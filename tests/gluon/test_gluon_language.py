@@ -119,9 +119,17 @@ def test_tdm_pads_with_zeros():
 
 def test_tdm_store_stays_inside_the_tensor():
     a, out = torch.randn(40, 80), poisoned(50, 80)
-    interpret(kernels.tdm_through)[(2, 2)](a, out, 40, 80, padded([32, 64]))
+    interpret(kernels.tdm_through)[(2, 2)](a, out, 40, 80, PLAIN)
     assert torch.equal(out[:40], a)
     assert out[40:].isnan().all()
+
+
+@pytest.mark.skipif(gluon_compat.STORES_PADDED_TILES, reason="this Triton can store them")
+def test_tdm_store_of_a_padded_tile():
+    with pytest.raises(Refused, match="from a padded layout"):
+        interpret(kernels.tdm_through)[(1, 1)](
+            torch.randn(32, 64), poisoned(32, 64), 32, 64, padded([32, 64])
+        )
 
 
 needs_moving_descriptors = pytest.mark.skipif(

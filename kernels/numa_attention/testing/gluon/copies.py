@@ -7,7 +7,9 @@ effect in that wait and not before; what signals an mbarrier has it at a random 
 from __future__ import annotations
 
 import torch
+from triton.experimental.gluon.language._layouts import PaddedSharedLayout
 
+from numa_attention import gluon_compat
 from numa_attention.testing.gluon.barriers import Barrier, optional_barrier
 from numa_attention.testing.gluon.clocks import Operation, join
 from numa_attention.testing.gluon.faults import NotModelled, Refused
@@ -134,6 +136,8 @@ class Copies(MemoryOperations):
         self, descriptor: Descriptor, view: SharedView, what: str, barrier_handle, rows=None
     ) -> None:
         where = self.where()
+        if not gluon_compat.STORES_PADDED_TILES and isinstance(self.layout_of(view.type), PaddedSharedLayout):
+            raise Refused(f"{what} from a padded layout, at {where}: this release of Triton cannot")
         operation = self.issue_read(
             [view], what, lambda: descriptor.write(self.memory, view.view, where, rows), fenced=False
         )
