@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from numa_attention.jit import interpreting, resolve
+from numa_attention.jit import interpreting, pointer_traits, resolve
 
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
@@ -117,7 +117,7 @@ def _write_with_triton(key, value, k_pages, v_pages, slot_mapping, k_scale, v_sc
         key.get_device(), key.dtype, value.dtype, k_pages.dtype, v_pages.dtype, slot_mapping.dtype,
         key.shape[1:], value.shape[1:], k_pages.shape[1:], v_pages.shape[1:],
         key.stride(), value.stride(), k_pages.stride(), v_pages.stride(),
-        key.data_ptr() & 15, value.data_ptr() & 15, k_pages.data_ptr() & 15, v_pages.data_ptr() & 15,
+        pointer_traits(key, value, k_pages, v_pages),
         None if k_scale is None else (k_scale.dtype, k_scale.shape),
         None if v_scale is None else (v_scale.dtype, v_scale.shape),
         slot_mapping.is_contiguous(), slot_mapping.ndim,

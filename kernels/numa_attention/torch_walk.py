@@ -20,6 +20,10 @@ from numa_attention.merge import merge_states
 def _one_thread() -> Iterator[None]:
     """The products of a decode are small: more threads only wait for one another, for long where cores are busy."""
     threads = torch.get_num_threads()
+    # vLLM's CPU worker binds its threads and puts a function in place that only logs a warning, here twice a call
+    if threads == 1 or torch.set_num_threads is not torch._C.set_num_threads:
+        yield
+        return
     torch.set_num_threads(1)
     try:
         yield
