@@ -36,7 +36,7 @@ demo: $(READY) $(MODEL)/config.json
 
 # NUMA_TEST_ALL_RELEASES: a release that is not there fails its tests instead of skipping them
 test: $(READY) $(MODEL)/config.json releases
-	@NUMA_TEST_ALL_RELEASES=1 $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@NUMA_TEST_ALL_RELEASES=1 $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 releases: $(READY)
 	@$(PYTHON) tools/environment.py releases

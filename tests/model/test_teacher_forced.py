@@ -72,30 +72,31 @@ def put(entries: torch.Tensor, *index: int, change: int) -> None:
     entries[index] += change
 
 
-# (query tokens of the step, what to do to one entry of its schedule); blocks and tiles run in a known order: within
+# (tokens, those of the last step, what to do to one entry of its schedule); blocks and tiles run in a known order: in
 # one request the first decode item begins at tile 0, and the first prefill tile is the longest, the last query block
 CORRUPTIONS = {
-    "decode item, another KV head": (1, lambda plan: put(plan.decode.items, 0, 1, change=1)),
-    "decode item, the KV begins a tile later": (1, lambda plan: put(plan.decode.items, 0, 3, change=1)),
+    "decode item, another KV head": (100, 1, lambda plan: put(plan.decode.items, 0, 1, change=1)),
+    "decode item, the KV begins a tile later": (100, 1, lambda plan: put(plan.decode.items, 0, 3, change=1)),
     "decode range, a workgroup leaves out an item": (
+        100,
         1,
         lambda plan: put(plan.decode.ranges, 0, 1, change=-1),
     ),
-    "prefill tile, another KV head": (90, lambda plan: put(plan.prefill.tiles, 0, 1, change=1)),
-    "prefill tile, another query block": (90, lambda plan: put(plan.prefill.tiles, 0, 2, change=-1)),
+    "prefill tile, another KV head": (200, 190, lambda plan: put(plan.prefill.tiles, 0, 1, change=1)),
+    "prefill tile, another query block": (200, 190, lambda plan: put(plan.prefill.tiles, 0, 2, change=-1)),
 }
 
 
 @pytest.fixture
 def paged_model(base_model):
-    return PagedModel(base_model, max_tokens=112, kernels="auto" if HAS_GPU else "torch", device=DEVICE)
+    return PagedModel(base_model, max_tokens=208, kernels="auto" if HAS_GPU else "torch", device=DEVICE)
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda name: name.replace(",", "").replace(" ", "-"))
-def test_the_schedule_decides_what_is_computed(corruption, paged_model, text):
+def test_the_schedule_decides_what_is_computed(corruption, paged_model, base_model):
     """A kernel that ignored its schedule, or an entry of it, would give the same logits."""
-    query_len, corrupt = CORRUPTIONS[corruption]
-    tokens = text[:1, :100]
+    length, query_len, corrupt = CORRUPTIONS[corruption]
+    tokens = speech_tokens(base_model, count=1, length=length)
     context = tokens[:, :-query_len]
 
     def last_logits(alter) -> torch.Tensor:
