@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from numa_attention.jit import interpreting, pointer_traits, resolve
+from numa_attention.variants import next_power_of_2
 
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
@@ -98,11 +99,6 @@ def _put(pages: torch.Tensor, place: tuple[torch.Tensor, torch.Tensor], x: torch
     pages[place] = x
 
 
-def _power_of_two(n: int) -> int:
-    """The smallest one that is not below n."""
-    return 1 << (n - 1).bit_length()
-
-
 # layout of a call -> the kernel's strides and compile-time arguments, once checked
 _plans: dict[tuple, tuple[tuple[int, ...], dict]] = {}
 
@@ -150,8 +146,8 @@ def _plan(key, value, k_pages, v_pages, k_scale) -> tuple[tuple[int, ...], dict]
         SCALED=k_scale is not None,
         # a workgroup a token fills a GPU soonest; the interpreter wants few and large ones
         BLOCK_T=32 if interpreting() else 1,
-        BLOCK_H=_power_of_two(heads),
-        BLOCK_D=_power_of_two(head_dim),
-        BLOCK_DV=_power_of_two(head_dim_v),
+        BLOCK_H=next_power_of_2(heads),
+        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_DV=next_power_of_2(head_dim_v),
     )
     return strides, constants
