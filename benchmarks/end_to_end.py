@@ -186,6 +186,7 @@ def main(
     for backend in backends:
         with console.status(f"{backend} (its log: {backend.lower()}.log)"):
             records += in_own_process(backend, rows, kv_cache_dtype, repeats)
+        console.print(records[-len(parse_rows(rows)) :])  # at once: each backend takes minutes
     if plot_file is not None:
         plot(records, plot_file)
     if as_json:

@@ -50,8 +50,9 @@ def served(model: Path, backend: str) -> dict[str, float]:
 
     tokens = speech_tokens(model, TEXTS, LENGTH).tolist()
     llm = LLM(
-        model=str(model), attention_backend=backend, max_model_len=LENGTH + 64, gpu_memory_utilization=0.5
-    )
+        model=str(model), attention_backend=backend, max_model_len=LENGTH + 64, gpu_memory_utilization=0.5,
+        enforce_eager=True,  # the same kernels, without minutes of compilation
+    )  # fmt: skip
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
     outputs = llm.generate([{"prompt_token_ids": row} for row in tokens], sampling, use_tqdm=False)
     scores = [
@@ -120,14 +121,13 @@ def main(
         Console(stderr=True).status("converting the model") as status,
     ):
         for name, model in make_models(Path(folder), gguf).items():
-            results: dict[str, float] = {}
-            for backend in backends:
-                status.update(f"{name}: {backend}")
-                results |= in_own_process("served", str(model), backend)
-            status.update(f"{name}: teacher-forced decode")
-            results |= in_own_process("decoded", str(model))
-            for what, value in results.items():
-                table.add_row(name, what, f"{value:.4f}")
+            parts = [("served", backend) for backend in backends] + [("decoded",)]
+            for function, *arguments in parts:
+                status.update(f"{name}: {' '.join(arguments) or 'teacher-forced decode'}")
+                for what, value in in_own_process(function, str(model), *arguments).items():
+                    table.add_row(name, what, f"{value:.4f}")
+                    # each figure at once: the whole takes minutes
+                    status.console.print(f"{name}: {what}: {value:.4f}")
     Console(highlight=False).print(table)
 
 
