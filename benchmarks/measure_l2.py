@@ -1,12 +1,15 @@
 """L2 hit rates and memory traffic of a plain Triton forward kernel under the four mappings, measured with ncu.
 
-    python benchmarks/measure_l2.py > measured.json          the twelve launches that the machine model predicts
-    python benchmarks/measure_l2.py --calibration            the four it was calibrated on
-    python benchmarks/measure_l2.py --only block-first-h16-32k
+    python benchmarks/measure_l2.py --out measured.json      the twelve launches that the machine model predicts
+    python benchmarks/measure_l2.py --out calibration.json --calibration      the four it was calibrated on
+    python benchmarks/measure_l2.py --out measured.json --only block-first-h16-32k
     numa-swizzle simulate compare measured.json              predictions beside the measurement
 
-Two rates are printed: hit_rate, of what the SMs ask for, and hit_rate_all, which also counts the requests between the
-L2's partitions. The calibration launches show which of the two the calibration figures are.
+Every point is written as soon as it is measured, and a point that the file holds already is not measured again: a run
+that was stopped goes on where it was.
+
+Two rates are written: hit_rate, of what the SMs ask for, and hit_rate_all, which also counts the requests between the
+L2's partitions. The calibration figures are hit_rate.
 
 Needs one GPU, Triton and Nsight Compute (ncu) with access to performance counters. Each launch is checked first: rows
 of its output against a float32 computation of the same rows.
@@ -124,12 +127,32 @@ def rates(found: dict[str, float]) -> dict[str, float]:
     }
 
 
+def read_points(path: Path) -> dict[str, dict]:
+    """name -> point of an earlier run, in its order; {} where there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        return {point["name"]: point for point in json.loads(path.read_text())["points"]}
+    except (ValueError, KeyError, TypeError):
+        sys.exit(f"{path} holds no points of an earlier run: remove it, or name another --out.")
+
+
+def write_points(path: Path, points: dict[str, dict]) -> None:
+    """All points so far. The file is replaced as a whole, so that it is complete whenever the run is stopped."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps({"points": list(points.values())}, indent=2) + "\n")
+    beside.replace(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--calibration", action="store_true", help="the four calibration launches instead")
     parser.add_argument("--only", metavar="NAME", action="append", help="one launch; may be repeated")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, default=Path("measured.json"), help="default: measured.json"
+    )
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument("--launch", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -146,16 +169,17 @@ def main() -> None:
     ncu = shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")
     if ncu is None:
         sys.exit("ncu is not installed: it comes with NVIDIA Nsight Compute.")
-    points = []
-    for name in names:
-        points.append(measure(name, ncu))
-        row = points[-1]
-        print(
-            f"{name}: {row['hit_rate']:.2%} hits, {row['hbm_bytes'] / 1e9:.1f} GB",
-            file=sys.stderr,
-            flush=True,
-        )
-    print(json.dumps({"points": points}, indent=2))
+    points = read_points(arguments.out)
+    for number, name in enumerate(names, start=1):
+        place = f"[{number}/{len(names)}] {name}"
+        if name in points:
+            print(f"{place}: in {arguments.out} already", file=sys.stderr, flush=True)
+            continue
+        print(f"{place}: measuring", file=sys.stderr, flush=True)
+        points[name] = measure(name, ncu)
+        write_points(arguments.out, points)
+        row = points[name]
+        print(f"    {row['hit_rate']:.2%} hits, {row['hbm_bytes'] / 1e9:.1f} GB", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

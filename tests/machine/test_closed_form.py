@@ -117,14 +117,20 @@ def test_judging_a_measurement():
             "hit_rate": 0.5,
             "closed_form_hit_rate": 0.5,
             "hbm_bytes": 50.0,
+            "closed_form_hbm_bytes": 40.0,
             "requested_bytes": 100.0,
         }
         for point in PREDICTED
     ]
     exact = {row["name"]: {"hit_rate": 0.5, "hbm_bytes": 50.0} for row in rows}
     assert judge(rows, exact).passed
+    assert judge(rows, exact).closed_form.bytes_worst == pytest.approx(0.1)
     name = rows[0]["name"]
     far = judge(rows, exact | {name: {"hit_rate": 0.63, "hbm_bytes": 50.0}})
-    assert not far.passed and far.hit_worst == pytest.approx(0.13)
+    assert not far.passed and far.simulation.hit_worst == pytest.approx(0.13)
+    assert len(far.missed) == 1 and far.missed[0].startswith("worst hit rate 13.0 points")
     assert not judge(rows, exact | {name: {"hit_rate": 0.5, "hbm_bytes": 63.0}}).passed
+    ends = {row["name"]: {"hit_rate": 0.96, "hbm_bytes": 50.0} for row in rows}
+    near = [row | {"hit_rate": 0.96, "closed_form_hit_rate": 0.88} for row in rows]
+    assert judge(near, ends).missed == ("closed form's hit rate RMS 8.0 points, the mark is 7",)
     assert not judge(rows, {}).passed

@@ -18,6 +18,7 @@ MODEL = {
 }
 L2 = "simulate l2 --machine h200 --mapping head-first --batch 1 --q-heads 8 --kv-heads 8 --length 4096 "
 L2 += "--head-dim 128 --block-m 128 --block-n 64"
+MEASURED = Path(__file__).resolve().parents[2] / "docs" / "machine-model-measured.json"
 PREDICTIONS = Path(__file__).resolve().parents[2] / "docs" / "machine-model-predictions.json"
 
 
@@ -27,7 +28,7 @@ def run(monkeypatch, capsys):
 
     def call(line):
         monkeypatch.setattr(sys, "argv", ["numa-swizzle", *line.split()])
-        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("COLUMNS", "80")
         with pytest.raises(SystemExit) as ending:
             cli.main()
         shown = capsys.readouterr()
@@ -84,6 +85,7 @@ def test_seed_tables(run):
     for name in ("seed-1", "seed-2"):
         code, out, _ = run(f"simulate {name}")
         assert code == 0 and len(out.splitlines()) > 40
+        assert "…" not in out
 
 
 def test_seed_two_json(run):
@@ -145,13 +147,27 @@ def test_comparing_a_measurement(run, tmp_path):
     measured = tmp_path / "measured.json"
     measured.write_text(json.dumps({"points": predicted}))
     code, out, _ = run(f"simulate compare {measured} --json")
-    assert json.loads(out)["hit_rms"] == 0
+    assert json.loads(out)["simulation"]["hit_rms"] == 0
     code, _, err = run(f"simulate compare {measured} --rate hit_rate_all")
     assert code == 2 and "hit_rate_all" in err
     far = [row | {"hit_rate": row["hit_rate"] / 2} for row in predicted]
     measured.write_text(json.dumps({"points": far}))
     code, out, _ = run(f"simulate compare {measured}")
     assert code == 1 and "a mark is missed" in out
+
+
+def test_the_committed_measurement(run):
+    code, out, _ = run(f"simulate compare {MEASURED} --json")
+    answer = json.loads(out)
+    assert code == 1 and answer["points"] == 9
+    text = (MEASURED.parent / "machine-model.md").read_text()
+    for method in ("simulation", "closed_form"):
+        errors = answer[method]
+        for name in ("hit_rms", "hit_worst", "hit_worst_at_the_ends", "bytes_worst"):
+            assert f" {errors[name] * 100:.1f} |" in text, (method, name)
+    assert len(answer["missed"]) == 1 and "worst hit rate" in answer["missed"][0]
+    # tables are whole in a narrow terminal and in a pipe
+    assert "..." not in out and "…" not in run(f"simulate compare {MEASURED}")[1]
 
 
 def test_predictions_are_those_of_this_model():

@@ -62,13 +62,13 @@ def test_short_context_mappings():
 
 
 def test_commands():
-    counts = pipeline.counts_from(96, 426, 16, 94, 98)
+    counts = pipeline.counts_from(96, 426, 16, 94)
     assert counts.primitive_total(128) == 96
     assert counts.primitive_total(16384) == 426
     assert counts.primitive_total(1025) == counts.primitive_total(2048) == 96 + 22
     assert (counts.composite_total(), counts.composite_merge_total()) == (94, 98)
     with pytest.raises(ModelError, match="whole number"):
-        pipeline.counts_from(96, 427, 16, 94, 98)
+        pipeline.counts_from(96, 427, 16, 94)
 
 
 def test_utilisation_follows_from_the_times():

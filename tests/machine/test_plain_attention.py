@@ -74,3 +74,46 @@ def test_the_script_knows_the_predicted_launches():
     predicted = json.loads((BENCHMARKS.parent / "docs" / "machine-model-predictions.json").read_text())
     names = {row["name"] for row in (*predicted["predictions"], *predicted["calibration"])}
     assert set(listed.stdout.split()) == names
+
+
+@pytest.fixture
+def fake_ncu(tmp_path, monkeypatch):
+    """An ncu that reports counters, fails for launches named in a file, and counts what it was asked for."""
+    page = io.StringIO()
+    table = csv.writer(page, quoting=csv.QUOTE_ALL)
+    table.writerow(["Kernel Name", *measure_l2.METRICS])
+    table.writerow(["", *("sector" for _ in range(6)), "byte", "byte", "ns"])
+    table.writerow([measure_l2.KERNEL, "1000", "900", "100", "800", "600", "200", "3500", "7", "1500000"])
+    (tmp_path / "page.csv").write_text(page.getvalue())
+    script = f"""#!/bin/sh
+for name; do :; done
+echo "$name" >> {tmp_path}/asked
+if grep -qx "$name" {tmp_path}/broken 2>/dev/null; then exit 9; fi
+cat {tmp_path}/page.csv
+"""
+    (tmp_path / "ncu").write_text(script)
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return tmp_path
+
+
+def test_a_run_that_stopped_goes_on_where_it_was(fake_ncu, monkeypatch, capsys):
+    names = ["block-first-h16-32k", "block-first-h32-16k", "head-first-h64-64k"]
+    only = [word for name in names for word in ("--only", name)]
+    out = fake_ncu / "measured.json"
+    monkeypatch.setattr(sys, "argv", ["measure_l2.py", "--out", str(out), *only])
+    (fake_ncu / "broken").write_text(names[1])
+    with pytest.raises(SystemExit, match="exit code 9"):
+        measure_l2.main()
+    assert [point["name"] for point in json.loads(out.read_text())["points"]] == names[:1]
+    (fake_ncu / "broken").unlink()
+    measure_l2.main()
+    points = json.loads(out.read_text())["points"]
+    assert [point["name"] for point in points] == names
+    assert all(point["hit_rate"] == 0.75 and point["hbm_bytes"] == 3500 for point in points)
+    assert (fake_ncu / "asked").read_text().split() == [names[0], names[1], names[1], names[2]]
+    shown = capsys.readouterr()
+    assert not shown.out and "[1/3] block-first-h16-32k: in " in shown.err and "[3/3]" in shown.err
+    out.write_text("not JSON")
+    with pytest.raises(SystemExit, match="remove it"):
+        measure_l2.main()

@@ -86,6 +86,20 @@ def test_context_parallelism_where_kv_heads_would_be_copied(config):
     assert make_plan(shape, H200, 8, 1024).best.context_parallel == 1
 
 
+def test_only_what_vllm_takes(config):
+    # 12 query heads a KV head do not divide over 8 GPUs; 16 GPUs for 8 KV heads take context parallelism 2, no more
+    few = make_plan(
+        read_config(config(num_attention_heads=24, num_key_value_heads=2, head_dim=128)),
+        H200,
+        24,
+        tokens("4M"),
+    )
+    assert [each.context_parallel for each in few.options if each.possible] == [1, 2, 3, 4, 6, 12]
+    many = make_plan(read_config(config()), H200, 16, tokens("8M"))
+    assert [each.context_parallel for each in many.options if each.possible] == [1, 2]
+    assert many.best.context_parallel == 2
+
+
 def test_latent_attention(config):
     shape = read_config(config(DEEPSEEK_V3))
     assert shape.weights_bytes == pytest.approx(671e9, rel=0.02)

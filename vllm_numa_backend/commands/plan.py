@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .simulate import one_sentence, table
+from .simulate import one_sentence, table, wide_console
 
 
 def plan(
@@ -41,7 +41,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(answer), indent=2))
     else:
-        show(Console(highlight=False), answer)
+        show(wide_console(), answer)
 
 
 def show(console: Console, answer) -> None:
@@ -57,7 +57,7 @@ def show(console: Console, answer) -> None:
             str(each.kv_copies),
             f"{each.kv_bytes / 1e9:.2f} GB",
             f"{each.room_bytes / 1e9:.1f} GB",
-            "yes" if each.fits else "no",
+            ("yes" if each.fits else "no") if each.possible else "vLLM refuses",
             f"{each.longest_context:,}",
             f"{each.seconds * 1e3:.2f} ms",
         )

@@ -47,6 +47,14 @@ def table(*columns: str, title: str | None = None) -> Table:
     return made
 
 
+MIN_WIDTH = 150  # columns that the widest table needs
+
+
+def wide_console() -> Console:
+    """A console that truncates no table: in a narrow terminal, or none, lines run on instead."""
+    return Console(highlight=False, width=max(Console().width, MIN_WIDTH))
+
+
 @simulate.command()
 def l2(
     machine: Annotated[str, typer.Option(help="mi300x, mi355x, mi450, h100, h200, b200, or a generation.")],
@@ -153,7 +161,7 @@ def seed_1(
             json.dumps({"rows": claims, "sweep": [dataclasses.asdict(each) for each in points]}, indent=2)
         )
         return
-    console = Console(highlight=False)
+    console = wide_console()
     for title, quantity in (("L2 hit rate", "hit_rate"), ("Relative performance", "relative")):
         if points:
             print_sweep(console, title, quantity, points)
@@ -206,7 +214,7 @@ def seed_2(as_json: AsJson = False) -> None:
         return
     shown = table("figure", "report", "ours", "unit", "difference", "", "why")
     for column in shown.columns[5:]:
-        column.justify = "left"
+        column.justify, column.overflow = "left", "fold"
     part = None
     for row in rows:
         if row.part != part:
@@ -217,7 +225,7 @@ def seed_2(as_json: AsJson = False) -> None:
         shown.add_row(
             f"  {row.name}", plain(row.reported), plain(row.ours), row.unit, difference, label, row.reason
         )
-    Console(highlight=False).print(shown)
+    wide_console().print(shown)
 
 
 def plain(value: float | str | None) -> str:
@@ -258,12 +266,12 @@ def predictions(
             f"{row['tflops']:.0f}",
             "" if measured is None else f"{measured:.2%}",
         )
-    Console(highlight=False).print(shown)
+    wide_console().print(shown)
 
 
 @simulate.command()
 def compare(
-    measured: Annotated[Path, typer.Argument(help="JSON that benchmarks/measure_l2.py printed.")],
+    measured: Annotated[Path, typer.Argument(help="JSON that benchmarks/measure_l2.py wrote.")],
     predicted: Annotated[Path, typer.Option(help="The committed predictions.")] = PREDICTIONS,
     rate: Annotated[
         str, typer.Option(help="Which measured rate: hit_rate (of the SMs) or hit_rate_all.")
@@ -280,31 +288,38 @@ def compare(
     if not verdict.points:
         raise UserError(f"{measured} holds none of the points that {predicted} predicts.")
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(verdict), indent=2))
+        typer.echo(json.dumps(dataclasses.asdict(verdict) | {"passed": verdict.passed}, indent=2))
     else:
         shown = table(
-            "launch", "predicted", "closed form", "measured", "error", "GB predicted", "GB measured"
-        )
+            "launch", "measured", "simulated", "error", "closed form", "error", "GB measured", "simulated",
+            "closed form",
+        )  # fmt: skip
         for row in rows:
             if row["name"] in found:
                 real = found[row["name"]]
                 shown.add_row(
                     row["name"],
-                    f"{row['hit_rate']:.2%}",
-                    f"{row['closed_form_hit_rate']:.2%}",
                     f"{real['hit_rate']:.2%}",
+                    f"{row['hit_rate']:.2%}",
                     f"{(row['hit_rate'] - real['hit_rate']) * 100:+.1f}",
-                    f"{row['hbm_bytes'] / 1e9:.1f}",
+                    f"{row['closed_form_hit_rate']:.2%}",
+                    f"{(row['closed_form_hit_rate'] - real['hit_rate']) * 100:+.1f}",
                     f"{real['hbm_bytes'] / 1e9:.1f}",
+                    f"{row['hbm_bytes'] / 1e9:.1f}",
+                    f"{row['closed_form_hbm_bytes'] / 1e9:.1f}",
                 )
-        console = Console(highlight=False)
+        console = wide_console()
         console.print(shown)
-        console.print(
-            f"{verdict.points} points: hit rate RMS {verdict.hit_rms:.1%}, worst {verdict.hit_worst:.1%}, at the ends "
-            f"{verdict.hit_worst_at_the_ends:.1%}; bytes worst {verdict.bytes_worst:.1%}; closed form RMS "
-            f"{verdict.closed_form_rms:.1%}: {'all marks reached' if verdict.passed else 'a mark is missed'}",
-            soft_wrap=True,
-        )
+        for method, errors in (("simulation", verdict.simulation), ("closed form", verdict.closed_form)):
+            console.print(
+                f"{method}, {verdict.points} points: hit rate RMS {errors.hit_rms * 100:.1f} points, worst "
+                f"{errors.hit_worst * 100:.1f}, at the ends {errors.hit_worst_at_the_ends * 100:.1f}; share of bytes "
+                f"worst {errors.bytes_worst * 100:.1f}"
+            )
+        for line in verdict.missed:
+            console.print(f"[yellow]a mark is missed:[/] {line}")
+        if verdict.passed:
+            console.print("[green]all marks reached[/]")
     if not verdict.passed:
         raise typer.Exit(1)
 
@@ -317,7 +332,7 @@ def measured_points(path: Path, rate: str) -> dict[str, dict[str, float]]:
             for row in read_json(path)["points"]
         }
     except (KeyError, TypeError) as error:
-        raise UserError(f"{path} lacks {error}: give what benchmarks/measure_l2.py printed.") from None
+        raise UserError(f"{path} lacks {error}: give what benchmarks/measure_l2.py wrote.") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,11 +7,10 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from . import UserError
-from .simulate import one_sentence, table
+from .simulate import one_sentence, table, wide_console
 
 PHASES = ("decode", "prefill")
 
@@ -53,7 +52,7 @@ def variant(
         answer = dataclasses.asdict(choice) | {"variant": dataclasses.asdict(kernel), "agrees": agrees}
         typer.echo(json.dumps(answer, indent=2))
         return
-    console = Console(highlight=False)
+    console = wide_console()
     console.print(f"[bold]{escape(kernel.describe())}[/]", soft_wrap=True)
     for reason in choice.reasons:
         console.print(f"  {escape(reason)}", soft_wrap=True)

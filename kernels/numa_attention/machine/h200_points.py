@@ -49,40 +49,64 @@ HIGH, LOW = 0.95, 0.02  # hit rates above and below which AT_THE_ENDS holds
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Predictions against a measurement: root mean square and worst error of hit rates, worst of byte shares."""
+class Errors:
+    """Of one method against a measurement: root mean square and worst error of hit rates, worst of byte shares."""
 
-    points: int
     hit_rms: float
     hit_worst: float
     hit_worst_at_the_ends: float
     bytes_worst: float
-    closed_form_rms: float
-    passed: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Both methods against `points` measured points. missed: the pass marks that were not reached, in words."""
+
+    points: int
+    simulation: Errors
+    closed_form: Errors
+    missed: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return self.points > 0 and not self.missed
+
+
+def errors_of(rows: list[tuple[dict, dict]], prefix: str = "") -> Errors:
+    """Of (prediction, measurement) pairs; prefix: of the prediction's keys, "closed_form_" for the closed form."""
+    hits = [row[prefix + "hit_rate"] - found["hit_rate"] for row, found in rows]
+    shares = [
+        (row[prefix + "hbm_bytes"] - found["hbm_bytes"]) / row["requested_bytes"] for row, found in rows
+    ]
+    ends = [
+        abs(error)
+        for error, (_, found) in zip(hits, rows, strict=True)
+        if found["hit_rate"] > HIGH or found["hit_rate"] < LOW
+    ]
+    return Errors(
+        sqrt(sum(error**2 for error in hits) / len(hits)),
+        max(map(abs, hits)),
+        max(ends, default=0.0),
+        max(map(abs, shares)),
+    )
 
 
 def judge(predictions: list[dict], measured: dict[str, dict]) -> Verdict:
     """`predictions`: rows of the predictions file. `measured`: name -> {"hit_rate", "hbm_bytes"}."""
     rows = [(row, measured[row["name"]]) for row in predictions if row["name"] in measured]
     if not rows:
-        return Verdict(0, 0.0, 0.0, 0.0, 0.0, 0.0, False)
-    errors = [row["hit_rate"] - found["hit_rate"] for row, found in rows]
-    closed = [row["closed_form_hit_rate"] - found["hit_rate"] for row, found in rows]
-    shares = [(row["hbm_bytes"] - found["hbm_bytes"]) / row["requested_bytes"] for row, found in rows]
-    ends = [
-        abs(error)
-        for error, (_, found) in zip(errors, rows, strict=True)
-        if found["hit_rate"] > HIGH or found["hit_rate"] < LOW
-    ]
-    rms = sqrt(sum(error**2 for error in errors) / len(errors))
-    closed_rms = sqrt(sum(error**2 for error in closed) / len(closed))
-    worst, worst_bytes = max(map(abs, errors)), max(map(abs, shares))
-    worst_end = max(ends, default=0.0)
-    passed = (
-        rms <= RMS
-        and worst <= WORST
-        and worst_end <= AT_THE_ENDS
-        and worst_bytes <= BYTES
-        and closed_rms <= CLOSED_FORM_RMS
+        return Verdict(0, Errors(0.0, 0.0, 0.0, 0.0), Errors(0.0, 0.0, 0.0, 0.0), ())
+    simulation, closed_form = errors_of(rows), errors_of(rows, "closed_form_")
+    marks = (
+        ("hit rate RMS", simulation.hit_rms, RMS),
+        ("worst hit rate", simulation.hit_worst, WORST),
+        ("worst hit rate at the ends", simulation.hit_worst_at_the_ends, AT_THE_ENDS),
+        ("worst share of bytes", simulation.bytes_worst, BYTES),
+        ("closed form's hit rate RMS", closed_form.hit_rms, CLOSED_FORM_RMS),
     )
-    return Verdict(len(rows), rms, worst, worst_end, worst_bytes, closed_rms, passed)
+    missed = tuple(
+        f"{name} {value * 100:.1f} points, the mark is {mark * 100:.0f}"
+        for name, value, mark in marks
+        if value > mark
+    )
+    return Verdict(len(rows), simulation, closed_form, missed)

@@ -14,23 +14,22 @@ DECODE_TILE_TOKENS = 1024  # tokens of a hand-issued tile
 class CommandCounts:
     """Commands of one decode step: those that do not depend on the context, and those of each hand-issued tile.
 
-    The primitive form issues `tile` commands per tile. The composite forms hand the tiling to the scheduler: their
-    local attention is one batch of commands, whatever the context.
+    The primitive form issues `tile` commands per tile. The composite forms hand the tiling to the scheduler, whatever
+    the context: the plain one takes `step` commands less than a single tile, the one with the merge in it `step` more.
     """
 
     fixed: int
     tile: int
-    composite: int
-    composite_merge: int
+    step: int
 
     def primitive_total(self, local_tokens: int) -> int:
         return self.fixed + self.tile * tiles(local_tokens)
 
     def composite_total(self) -> int:
-        return self.fixed + self.composite
+        return self.fixed + self.tile - self.step
 
     def composite_merge_total(self) -> int:
-        return self.fixed + self.composite_merge
+        return self.fixed + self.tile + self.step
 
 
 def tiles(local_tokens: int) -> int:
@@ -40,10 +39,8 @@ def tiles(local_tokens: int) -> int:
     return ceil(local_tokens / DECODE_TILE_TOKENS)
 
 
-def counts_from(
-    one_tile: int, many: int, many_tiles: int, composite: int, composite_merge: int
-) -> CommandCounts:
-    """The counts behind totals at one tile and at `many_tiles`.
+def counts_from(one_tile: int, many: int, many_tiles: int, composite: int) -> CommandCounts:
+    """The three counts behind the primitive form's totals at one tile and at `many_tiles`, and the composite form's.
 
     Raises ModelError where the totals do not lie on a line with a whole number of commands per tile.
     """
@@ -52,8 +49,7 @@ def counts_from(
         raise ModelError(
             f"{one_tile} to {many} commands over {many_tiles} tiles is no whole number per tile."
         )
-    fixed = one_tile - each
-    return CommandCounts(fixed, each, composite - fixed, composite_merge - fixed)
+    return CommandCounts(one_tile - each, each, one_tile - composite)
 
 
 def attention_flops(rows: int, context: int, head_dim: int) -> float:

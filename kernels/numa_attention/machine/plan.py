@@ -163,6 +163,7 @@ class Option:
     """One way to split. KV heads go `head_parts` ways, the context `context_parallel` ways, the weights over all GPUs.
 
     kv_bytes: of all requests, on one GPU. longest_context: tokens a request that fit. seconds: one decode step.
+    possible: whether vLLM takes it.
     """
 
     tensor_parallel: int
@@ -175,6 +176,7 @@ class Option:
     fits: bool
     longest_context: int
     seconds: float
+    possible: bool
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,17 @@ def option(
         kv_bytes <= room,
         longest,
         reading + link + collectives * COLLECTIVE_LATENCY,
+        vllm_takes(model, gpus, context_parallel),
     )
+
+
+def vllm_takes(model: ModelShape, gpus: int, context_parallel: int) -> bool:
+    """Whether vLLM shards the context so: over GPUs that would hold copies of the same KV head, each of which takes
+    as many of its query heads as the others."""
+    if context_parallel == 1 or model.latent:
+        return True
+    group = model.q_heads // model.kv_heads
+    return context_parallel <= gpus // model.kv_heads and group % context_parallel == 0
 
 
 def make_plan(
@@ -302,9 +314,7 @@ def make_plan(
     element = KV_BYTES[kv_dtype] or model.element_bytes
     sizes = [cp for cp in range(1, gpus + 1) if gpus % cp == 0]
     options = [option(model, machine, gpus, cp, context, requests, element, utilisation) for cp in sizes]
-    # vLLM shards the context only over GPUs that would hold copies of the same KV head
-    most = max(1, gpus // model.kv_heads)
-    possible = [each for each in options if each.context_parallel <= most]
+    possible = [each for each in options if each.possible]
     best = min(possible, key=lambda each: (not each.fits, each.seconds if each.fits else each.kv_bytes))
     attention = Attention(
         1 if model.latent else model.kv_heads,
@@ -332,7 +342,7 @@ def make_plan(
         best.fits,
         best,
         options,
-        reasons(model, machine, best, options, most, context, requests),
+        reasons(model, machine, best, possible, context, requests),
         flags(best),
         placed,
         fitting,
@@ -357,8 +367,7 @@ def reasons(
     model: ModelShape,
     machine: Machine,
     best: Option,
-    options: list[Option],
-    most: int,
+    possible: list[Option],
     context: int,
     requests: int,
 ) -> list[str]:
@@ -368,14 +377,14 @@ def reasons(
         f"Weights take {best.weights_bytes / gb:.1f} GB of each GPU's {machine.memory_bytes.value / gb:.0f} GB, "
         f"which leaves {max(0.0, best.room_bytes) / gb:.1f} GB for KV."
     ]
-    plain = options[0]
+    plain = possible[0]
     if best.context_parallel > 1:
         said.append(
             f"{best.tensor_parallel} GPUs for {model.kv_heads} KV head{'s' * (model.kv_heads > 1)} would hold "
             f"{plain.kv_copies} copies of each; context parallelism {best.context_parallel} holds "
             f"{best.kv_copies}, {best.kv_bytes / gb:.1f} GB a GPU instead of {plain.kv_bytes / gb:.1f} GB."
         )
-    elif most == 1:
+    elif len(possible) == 1:
         said.append(
             f"{model.kv_heads} KV heads fill {best.tensor_parallel} GPU{'s' * (best.tensor_parallel > 1)}: there are "
             "no copies of KV that sharding the context could save."
