@@ -45,6 +45,21 @@ else:
         hopper.cluster.wait()
 
 
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def reinterpret(buffer, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        """The bytes of a buffer in shared memory as another type, shape and layout."""
+        return buffer.reinterpret(DTYPE, SHAPE, LAYOUT)
+
+else:
+
+    @gluon.jit
+    def reinterpret(buffer, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        """The bytes of a buffer in shared memory as another type, shape and layout."""
+        return buffer._reinterpret(DTYPE, SHAPE, LAYOUT)
+
+
 def wmma_layout(
     warps_m: int, warps_n: int, instr_shape: tuple[int, int, int], *, transposed: bool = True
 ) -> amd.AMDWMMALayout:

@@ -1,0 +1,453 @@
+"""Split-k decode over a paged cache for sm_90 (H100, H200), in Gluon: tiles come by TMA, products by wgmma.
+
+It takes the work list and the workspace of `decode/portable.py` and merges splits like it. One warp copies the tiles of
+all items of its workgroup into a ring of shared-memory buffers (`hopper_copies.py`), four warps use them
+(`hopper_products.py`), so that copies never stop between items. Pages of any multiple of 16 tokens are boxes of TMA.
+
+FORM says how far products and the softmax overlap; the ring has STAGES tiles:
+
+- "single": a ring of one; a tile is copied, then used;
+- "two-stage": copies run ahead; products and softmax of a tile follow one another;
+- "four-stage": also, the softmax is cut in two: while one tile's scores are multiplied, the tile before it is
+  exponentiated; while its values are multiplied, the next one's maximum is found.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from numa_attention import scores
+from numa_attention.decode.hopper_copies import produce
+from numa_attention.decode.hopper_products import multiply_keys, multiply_values, part_dim
+from numa_attention.decode.hopper_splits import arrive_last, merge_parts, part_slot, store_part
+from numa_attention.gluon_compat import thread_barrier
+
+# the scoring rule is that of all kernels: these are its plain-Triton functions, compiled by Gluon
+score_tile = gluon.jit(scores.score_tile.fn)
+visible = gluon.jit(scores.visible.fn)
+safe_max = gluon.jit(scores.safe_max.fn)
+add_sink = gluon.jit(scores.add_sink.fn)
+natural_lse = gluon.jit(scores.natural_lse.fn)
+normalise = gluon.jit(scores.normalise.fn)
+
+
+@gluon.jit
+def power_of_two_below(b_x):
+    """The largest power of two that is at most b_x > 0, element by element; 1 for 0 and for numbers below 2^-100."""
+    b_power = (b_x.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    return gl.where(b_x > 7.9e-31, b_power, 1.0)
+
+
+@gluon.jit
+def load_query(
+    q, shared_q, query_start, query_len, kv_head, row_block, q_token_stride, q_head_stride,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, FLOAT8: gl.constexpr,
+    QUERY: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
+    """Put a packed query tile into shared memory, in parts [M, 64]; the factors [M] by which its scores are too small.
+
+    For a float8 cache the products are in float16, whose range a row is scaled into by a power of two.
+    """
+    o_row = row_block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, QUERY))
+    o_column = gl.arange(0, 64, gl.SliceLayout(0, QUERY))
+    m_row = o_row // GROUP < query_len
+    o_token = (query_start + o_row // GROUP).to(gl.int64)
+    o_head = kv_head * GROUP + o_row % GROUP
+    p_row = q + o_token * q_token_stride + o_head * q_head_stride
+    if FLOAT8:
+        b_parts = ()
+        b_max = gl.zeros((BLOCK_M,), gl.float32, gl.SliceLayout(1, QUERY))
+        for part in gl.static_range(PARTS):
+            p_q = p_row[:, None] + part_dim(part, o_column, FLOAT8)[None, :]
+            b_q = gl.load(p_q, mask=m_row[:, None], other=0.0).to(gl.float32)
+            b_parts = b_parts + (b_q,)
+            b_max = gl.maximum(b_max, gl.max(gl.abs(b_q), 1))
+        b_factor = power_of_two_below(b_max)
+        for part in gl.static_range(PARTS):
+            shared_q.index(part).store((b_parts[part] / b_factor[:, None]).to(gl.float16))
+        b_factor = gl.convert_layout(b_factor, ROW)
+    else:
+        for part in gl.static_range(PARTS):
+            p_q = p_row[:, None] + part_dim(part, o_column, FLOAT8)[None, :]
+            shared_q.index(part).store(gl.load(p_q, mask=m_row[:, None], other=0.0))
+        b_factor = gl.full((BLOCK_M,), 1.0, gl.float32, ROW)
+    hopper.fence_async_shared()
+    return b_factor
+
+
+@gluon.jit
+def begin_softmax(
+    b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len, scale, soft_cap,
+    BLOCK_N: gl.constexpr, TRANSPOSED: gl.constexpr, WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr, FLOAT8: gl.constexpr,
+):  # fmt: skip
+    """First half, from S^T [N, M]: scores in base 2 [M, N], the new maximum [M], and what older sums shrink by [M]."""
+    o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, TRANSPOSED))
+    b_s = gl.permute(b_s, (1, 0))
+    if FLOAT8:
+        b_s = b_s * b_factor[:, None]
+    b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP, HAS_ALIBI)
+    if (tile < interior_begin) | (tile >= interior_end):
+        b_s = gl.where(visible(o_position, o_key, seq_len, CAUSAL, WINDOW), b_s, float("-inf"))
+    b_new = gl.maximum(b_m, gl.max(b_s, 1))
+    return b_s, b_new, gl.exp2(b_m - safe_max(b_new))
+
+
+@gluon.jit
+def end_softmax(b_s, b_m, b_ls, b_alpha, shared_p):
+    """Second half: probabilities [M, N] into shared memory; the new sums [M, N], not yet added up along the keys."""
+    b_p = gl.exp2(b_s - safe_max(b_m)[:, None])
+    shared_p.store(b_p.to(shared_p.dtype))
+    hopper.fence_async_shared()
+    return b_ls * b_alpha[:, None] + b_p
+
+
+@gluon.jit
+def shrink(b_accs, b_alpha, PARTS: gl.constexpr, ACC: gl.constexpr):
+    """All parts [64, M] of the accumulator times b_alpha [M]."""
+    b_alpha = gl.convert_layout(b_alpha, gl.SliceLayout(0, ACC))
+    results = ()
+    for part in gl.static_range(PARTS):
+        results = results + (b_accs[part] * b_alpha[None, :],)
+    return results
+
+
+@gluon.jit
+def wait_values(b_accs, PARTS: gl.constexpr):
+    """The accumulator once its products are there."""
+    results = ()
+    for part in gl.static_range(PARTS):
+        results = results + (hopper.warpgroup_mma_wait(0, deps=(b_accs[part],)),)
+    return results
+
+
+@gluon.jit
+def consume(
+    q, out, lse, ranges, items, workgroup, workgroups, arrivals, partial_acc, partial_ml,
+    query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap,
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
+    full_k, full_v, empty_k, empty_v, buffers_k, buffers_v, shared_q, shared_p,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, FORM: gl.constexpr, FLOAT8: gl.constexpr, E5M2: gl.constexpr, WINDOW: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_SINK: gl.constexpr,
+    HAS_LSE: gl.constexpr, HAS_SCALES: gl.constexpr, FAN_IN: gl.constexpr, IN_FLIGHT: gl.constexpr,
+    ACC_S: gl.constexpr, ACC_O: gl.constexpr, QUERY: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    """Attention of all items of a workgroup, from the tiles that `produce` copies."""
+    TRANSPOSED: gl.constexpr = gl.permute(gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC_S), (1, 0)).type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, TRANSPOSED)
+    first = gl.load(ranges + workgroup * 2)
+    count = gl.load(ranges + workgroup * 2 + 1)
+    qk_scale = scale
+    v_factor = 1.0
+    if HAS_SCALES:
+        qk_scale = scale * gl.load(k_scale)
+        v_factor = v_factor * gl.load(v_scale)
+    o_m = gl.arange(0, BLOCK_M, ROW)
+    step = 0
+    for index in range(first, first + count):
+        p_item = items + index * 8
+        request = gl.load(p_item).to(gl.int64)
+        kv_head = gl.load(p_item + 1).to(gl.int64)
+        row_block = gl.load(p_item + 2)
+        tile_begin = gl.load(p_item + 3)
+        tile_end = gl.load(p_item + 4)
+        split = gl.load(p_item + 5)
+        splits = gl.load(p_item + 6)
+        first_workgroup = gl.load(p_item + 7)
+        query_start = gl.load(query_start_loc + request)
+        query_len = gl.load(query_start_loc + request + 1) - query_start
+        seq_len = gl.load(seq_lens + request)
+        b_factor = load_query(
+            q, shared_q, query_start, query_len, kv_head, row_block, q_token_stride, q_head_stride,
+            GROUP, BLOCK_M, PARTS, FLOAT8, QUERY, ROW,
+        )  # fmt: skip
+        o_row = row_block * BLOCK_M + o_m
+        o_query = o_row // GROUP
+        m_row = o_query < query_len
+        o_head = kv_head * GROUP + o_row % GROUP
+        # rows past the last query get a position left of every key, so that they see none
+        o_position = gl.where(m_row, seq_len - query_len + o_query, -1)
+        b_slope = gl.zeros((BLOCK_M,), gl.float32, ROW)
+        if HAS_ALIBI:
+            b_slope = gl.load(alibi_slopes + o_head, mask=m_row, other=0.0).to(gl.float32)
+
+        # tiles that every row sees whole need no mask
+        key_low = 0
+        interior_begin = tile_begin
+        if WINDOW >= 0:
+            key_low = gl.maximum(seq_len - query_len - WINDOW, 0)
+            interior_begin = (gl.maximum(seq_len - 1 - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
+        if CAUSAL:
+            interior_end = (seq_len - query_len + 1) // BLOCK_N
+        else:
+            interior_end = seq_len // BLOCK_N
+
+        b_m = gl.full((BLOCK_M,), float("-inf"), gl.float32, ROW)
+        b_ls = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, TRANSPOSED)
+        b_accs = ()
+        for _ in gl.static_range(PARTS):
+            b_accs = b_accs + (gl.zeros((64, BLOCK_M), gl.float32, ACC_O),)
+
+        if FORM == "four-stage":
+            slot = step % STAGES
+            hopper.mbarrier.wait(full_k.index(slot), (step // STAGES) & 1)
+            b_s = multiply_keys(
+                buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_S
+            )
+            b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
+            thread_barrier()
+            hopper.mbarrier.arrive(empty_k.index(slot), count=1)
+            b_s, b_m, b_alpha = begin_softmax(
+                b_s, b_m, tile_begin, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
+                qk_scale, soft_cap, BLOCK_N, TRANSPOSED, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
+            )  # fmt: skip
+            for tile in range(tile_begin, tile_end - 1):
+                slot = step % STAGES
+                slot_next = (step + 1) % STAGES
+                hopper.mbarrier.wait(full_k.index(slot_next), ((step + 1) // STAGES) & 1)
+                b_next = multiply_keys(
+                    buffers_k, slot_next * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_S
+                )  # tile + 1
+                b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p)  # tile
+                b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
+                hopper.mbarrier.wait(full_v.index(slot), (step // STAGES) & 1)
+                b_accs = multiply_values(
+                    buffers_v, slot * COLUMNS, shared_p, b_accs, tile, key_low, seq_len, tile * BLOCK_N < key_low,
+                    BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_O, COPY,
+                )  # fmt: skip  # tile
+                b_next = hopper.warpgroup_mma_wait(PARTS, deps=(b_next,))
+                b_s, b_m, b_alpha = begin_softmax(
+                    b_next, b_m, tile + 1, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
+                    qk_scale, soft_cap, BLOCK_N, TRANSPOSED, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
+                )  # fmt: skip  # tile + 1
+                b_accs = wait_values(b_accs, PARTS)
+                # every warp has read these buffers, which one thread gives back
+                thread_barrier()
+                hopper.mbarrier.arrive(empty_k.index(slot_next), count=1)
+                hopper.mbarrier.arrive(empty_v.index(slot), count=1)
+                step += 1
+            slot = step % STAGES
+            b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p)
+            b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
+            hopper.mbarrier.wait(full_v.index(slot), (step // STAGES) & 1)
+            last = tile_end - 1
+            b_accs = multiply_values(
+                buffers_v, slot * COLUMNS, shared_p, b_accs, last, key_low, seq_len,
+                (last * BLOCK_N < key_low) | (tile_end * BLOCK_N > seq_len),
+                BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_O, COPY,
+            )  # fmt: skip
+            b_accs = wait_values(b_accs, PARTS)
+            thread_barrier()
+            hopper.mbarrier.arrive(empty_v.index(slot), count=1)
+            step += 1
+        else:
+            for tile in range(tile_begin, tile_end):
+                slot = step % STAGES
+                phase = (step // STAGES) & 1
+                hopper.mbarrier.wait(full_k.index(slot), phase)
+                b_s = multiply_keys(
+                    buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_S
+                )
+                b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
+                b_s, b_m, b_alpha = begin_softmax(
+                    b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
+                    qk_scale, soft_cap, BLOCK_N, TRANSPOSED, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
+                )  # fmt: skip
+                b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p)
+                b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
+                hopper.mbarrier.wait(full_v.index(slot), phase)
+                b_accs = multiply_values(
+                    buffers_v, slot * COLUMNS, shared_p, b_accs, tile, key_low, seq_len,
+                    (tile * BLOCK_N < key_low) | ((tile + 1) * BLOCK_N > seq_len),
+                    BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_O, COPY,
+                )  # fmt: skip
+                b_accs = wait_values(b_accs, PARTS)
+                # every warp has read these buffers, which one thread gives back
+                thread_barrier()
+                hopper.mbarrier.arrive(empty_k.index(slot), count=1)
+                hopper.mbarrier.arrive(empty_v.index(slot), count=1)
+                step += 1
+        b_l = gl.sum(b_ls, 1)
+
+        whole = splits == 1
+        if splits > 1:
+            # first among up to FAN_IN neighbours, then among those merged results
+            group_first = split // FAN_IN * FAN_IN
+            group_size = gl.minimum(splits - group_first, FAN_IN)
+            group_slot = part_slot(group_first, first_workgroup)
+            groups = (splits + FAN_IN - 1) // FAN_IN
+            own_slot = part_slot(split, first_workgroup)
+            store_part(b_m, b_l, b_accs, partial_acc, partial_ml, own_slot, BLOCK_M, PARTS, ACC_O, ROW)
+            if arrive_last(arrivals + group_slot, group_size):
+                b_m, b_l, b_accs = merge_parts(
+                    partial_acc, partial_ml, group_first, group_size, 1, first_workgroup,
+                    BLOCK_M, PARTS, ACC_O, ROW, IN_FLIGHT,
+                )  # fmt: skip
+                whole = groups == 1
+                if groups > 1:
+                    thread_barrier()  # all of this workgroup has read the part that is now overwritten
+                    store_part(b_m, b_l, b_accs, partial_acc, partial_ml, group_slot, BLOCK_M, PARTS, ACC_O, ROW)
+                    root = arrivals + 2 * workgroups + (2 * first_workgroup + 1)  # slot of split 0
+                    whole = arrive_last(root, groups)
+                    if whole:
+                        b_m, b_l, b_accs = merge_parts(
+                            partial_acc, partial_ml, 0, groups, FAN_IN, first_workgroup,
+                            BLOCK_M, PARTS, ACC_O, ROW, IN_FLIGHT,
+                        )  # fmt: skip
+        if whole:
+            write_output(
+                b_m, b_l, b_accs, out, lse, sinks, query_start, query_len, kv_head, row_block, v_factor,
+                out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
+                GROUP, BLOCK_M, PARTS, FLOAT8, HAS_SINK, HAS_LSE, ROW,
+            )  # fmt: skip
+
+
+@gluon.jit
+def write_output(
+    b_m, b_l, b_accs, out, lse, sinks, query_start, query_len, kv_head, row_block, v_factor,
+    out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, FLOAT8: gl.constexpr, HAS_SINK: gl.constexpr,
+    HAS_LSE: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
+    """Write the output and LSE of one unit from its whole softmax state."""
+    ACC: gl.constexpr = gl.permute(b_accs[0], (1, 0)).type.layout
+    o_row = row_block * BLOCK_M + gl.arange(0, BLOCK_M, ROW)
+    m_row = o_row // GROUP < query_len
+    o_token = (query_start + o_row // GROUP).to(gl.int64)
+    o_head = kv_head * GROUP + o_row % GROUP
+    b_sink = gl.full((BLOCK_M,), float("-inf"), gl.float32, ROW)
+    if HAS_SINK:
+        b_sink = gl.load(sinks + o_head, mask=m_row, other=float("-inf")).to(gl.float32)
+    p_out = gl.convert_layout(out + o_token * out_token_stride + o_head * out_head_stride, gl.SliceLayout(1, ACC))
+    m_out = gl.convert_layout(m_row, gl.SliceLayout(1, ACC))
+    o_dim = gl.arange(0, 64, gl.SliceLayout(0, ACC))
+    m_state = gl.convert_layout(b_m, gl.SliceLayout(1, ACC))
+    l_state = gl.convert_layout(b_l, gl.SliceLayout(1, ACC))
+    sink_state = gl.convert_layout(b_sink, gl.SliceLayout(1, ACC))
+    for part in gl.static_range(PARTS):
+        b_acc = gl.permute(b_accs[part], (1, 0))
+        b_total = l_state
+        if HAS_SINK:
+            _, b_total, b_acc = add_sink(m_state, l_state, b_acc, sink_state)
+        b_out = (normalise(b_acc, b_total) * v_factor).to(out.dtype.element_ty)
+        gl.store(p_out[:, None] + part_dim(part, o_dim, FLOAT8)[None, :], b_out, mask=m_out[:, None])
+    if HAS_LSE:
+        if HAS_SINK:
+            b_m, b_l, _ = add_sink(b_m, b_l, gl.expand_dims(b_l, 1), b_sink)
+        gl.store(lse + o_token * lse_token_stride + o_head * lse_head_stride, natural_lse(b_m, b_l), mask=m_row)
+
+
+@gluon.jit
+def decode_kernel(
+    k_tiles,  # tensor map of the keys, boxes [CHUNK, WIDTH]
+    v_tiles,
+    q,  # [tokens, q_heads, head_dim]
+    out,  # [tokens, q_heads, head_dim]
+    lse,  # float32 [tokens, q_heads]
+    ranges,  # int32 [workgroups, 2]
+    items,  # int32 [capacity, 8]
+    arrivals,  # int32 [2, 2 * workgroups], zero between launches
+    partial_acc,  # float32 [2 * workgroups, BLOCK_M, head_dim]
+    partial_ml,  # float32 [2 * workgroups, 2, BLOCK_M]
+    block_table,
+    query_start_loc,
+    seq_lens,
+    sinks,
+    alibi_slopes,
+    k_scale,
+    v_scale,
+    scale,
+    soft_cap,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    out_head_stride,
+    lse_token_stride,
+    lse_head_stride,
+    block_table_stride,
+    k_page_rows,
+    k_head_rows,
+    k_head_columns,
+    v_page_rows,
+    v_head_rows,
+    v_head_columns,
+    GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    CHUNK: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    FORM: gl.constexpr,
+    FLOAT8: gl.constexpr,
+    E5M2: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+    HAS_SCALES: gl.constexpr,
+    DOMAINS: gl.constexpr,
+    FAN_IN: gl.constexpr,
+    IN_FLIGHT: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    ACC_S: gl.constexpr,
+    ACC_O: gl.constexpr,
+    QUERY: gl.constexpr,
+    COPY: gl.constexpr,
+    SHARED: gl.constexpr,
+    BARRIER: gl.constexpr,
+):
+    # consecutive ranges belong to one domain, to which the hardware deals every DOMAINS-th workgroup
+    workgroups = gl.num_programs(0)
+    program = gl.program_id(0)
+    workgroup = program % DOMAINS * (workgroups // DOMAINS) + program // DOMAINS
+    if FLOAT8:
+        DTYPE: gl.constexpr = gl.float16
+    else:
+        DTYPE: gl.constexpr = q.dtype.element_ty
+    buffers_k = gl.allocate_shared_memory(k_tiles.dtype, [STAGES * COLUMNS, BLOCK_N, WIDTH], k_tiles.layout)
+    buffers_v = gl.allocate_shared_memory(v_tiles.dtype, [STAGES * COLUMNS, BLOCK_N, WIDTH], v_tiles.layout)
+    shared_q = gl.allocate_shared_memory(DTYPE, [PARTS, BLOCK_M, 64], SHARED)
+    shared_p = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_N], SHARED)
+    full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for slot in gl.static_range(STAGES):
+        hopper.mbarrier.init(full_k.index(slot), count=1)
+        hopper.mbarrier.init(full_v.index(slot), count=1)
+        hopper.mbarrier.init(empty_k.index(slot), count=1)
+        hopper.mbarrier.init(empty_v.index(slot), count=1)
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    q, out, lse, ranges, items, workgroup, workgroups, arrivals, partial_acc, partial_ml,
+                    query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap,
+                    q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride,
+                    lse_head_stride, full_k, full_v, empty_k, empty_v, buffers_k, buffers_v, shared_q, shared_p,
+                    GROUP, BLOCK_M, BLOCK_N, COLUMNS, PARTS, STAGES, FORM, FLOAT8, E5M2, WINDOW, CAUSAL, HAS_CAP,
+                    HAS_ALIBI, HAS_SINK, HAS_LSE, HAS_SCALES, FAN_IN, IN_FLIGHT, ACC_S, ACC_O, QUERY, COPY,
+                ),
+            ),
+            (
+                produce,
+                (
+                    k_tiles, v_tiles, ranges, items, workgroup, block_table, seq_lens,
+                    full_k, full_v, empty_k, empty_v, buffers_k, buffers_v, k_page_rows, k_head_rows, k_head_columns,
+                    v_page_rows, v_head_rows, v_head_columns, block_table_stride,
+                    BLOCK_N, PAGE_SIZE, CHUNK, COLUMNS, WIDTH, STAGES,
+                ),
+            ),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Decode on sm_90: the warp that asks TMA for the tiles of keys and values, and what it needs to know of the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from numa_attention.gluon_compat import tma_load
+
+SWIZZLE_BYTES = 128  # a row of a tile in shared memory: wider heads are copied in several columns of tiles
+
+
+@gluon.jit
+def pages_of(p_table, tile, last, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr):
+    """The pages of a tile's BLOCK_N / CHUNK copies, a tuple; for copies past entry `last` of the block table that one."""
+    pages = ()
+    for chunk in gl.static_range(BLOCK_N // CHUNK):
+        pages = pages + (gl.load(p_table + gl.minimum((tile * BLOCK_N + chunk * CHUNK) // PAGE_SIZE, last)),)
+    return pages
+
+
+@gluon.jit
+def copy_tile(
+    tiles, pages, tile, head_row, column, page_rows, full, buffers, first_buffer,
+    BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Ask for one tile [BLOCK_N, COLUMNS * WIDTH], whose arrival `full` counts in bytes."""
+    hopper.mbarrier.expect(full, BLOCK_N * COLUMNS * WIDTH * (tiles.dtype.primitive_bitwidth // 8))
+    for chunk in gl.static_range(BLOCK_N // CHUNK):
+        row = pages[chunk] * page_rows + head_row
+        if PAGE_SIZE > CHUNK:
+            row += (tile * BLOCK_N + chunk * CHUNK) % PAGE_SIZE
+        for part in gl.static_range(COLUMNS):
+            buffer = buffers.index(first_buffer + part).slice(chunk * CHUNK, CHUNK, dim=0)
+            tma_load(tiles, [row, column + part * WIDTH], full, buffer)
+
+
+@gluon.jit
+def produce(
+    k_tiles, v_tiles, ranges, items, workgroup, block_table, seq_lens,
+    full_k, full_v, empty_k, empty_v, buffers_k, buffers_v,
+    k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns, block_table_stride,
+    BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy all tiles of a workgroup's items, one after the other, into the ring of STAGES buffers."""
+    first = gl.load(ranges + workgroup * 2)
+    count = gl.load(ranges + workgroup * 2 + 1)
+    step = 0
+    for index in range(first, first + count):
+        p_item = items + index * 8
+        request = gl.load(p_item).to(gl.int64)
+        kv_head = gl.load(p_item + 1)
+        tile_begin = gl.load(p_item + 3)
+        tile_end = gl.load(p_item + 4)
+        last = gl.maximum(gl.load(seq_lens + request) - 1, 0) // PAGE_SIZE
+        p_table = block_table + request * block_table_stride
+        pages = pages_of(p_table, tile_begin, last, BLOCK_N, PAGE_SIZE, CHUNK)
+        for tile in range(tile_begin, tile_end):
+            slot = step % STAGES
+            free = ((step // STAGES) & 1) ^ 1
+            # the block table is read a tile ahead: the copies need not wait for it
+            pages_next = pages_of(p_table, tile + 1, last, BLOCK_N, PAGE_SIZE, CHUNK)
+            hopper.mbarrier.wait(empty_k.index(slot), free)
+            copy_tile(
+                k_tiles, pages, tile, kv_head * k_head_rows, kv_head * k_head_columns, k_page_rows,
+                full_k.index(slot), buffers_k, slot * COLUMNS, BLOCK_N, PAGE_SIZE, CHUNK, COLUMNS, WIDTH,
+            )  # fmt: skip
+            hopper.mbarrier.wait(empty_v.index(slot), free)
+            copy_tile(
+                v_tiles, pages, tile, kv_head * v_head_rows, kv_head * v_head_columns, v_page_rows,
+                full_v.index(slot), buffers_v, slot * COLUMNS, BLOCK_N, PAGE_SIZE, CHUNK, COLUMNS, WIDTH,
+            )  # fmt: skip
+            pages = pages_next
+            step += 1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A cache as rows of one length: token t of page p and head h begins at row
+    p * page_rows + h * head_rows + t, column h * head_columns."""
+
+    page_rows: int
+    head_rows: int
+    head_columns: int
+
+
+def rows_of(pages: torch.Tensor) -> Rows | None:
+    """How a strided view [page, token, kv_head, head_dim] lies in rows of its token stride; None where it does not."""
+    page, token, head, _ = pages.stride()
+    itemsize = pages.element_size()
+    if pages.data_ptr() % 16 or token * itemsize % 16 or token == 0 or page % token:
+        return None
+    heads, head_dim = pages.shape[2:]
+    if heads == 1:
+        return Rows(page // token, 0, 0)
+    if head % token == 0:
+        return Rows(page // token, head // token, 0)
+    if head * (heads - 1) + head_dim <= token and head * itemsize % 16 == 0:
+        return Rows(page // token, 0, head)
+    return None
+
+
+def descriptor_of(pages: torch.Tensor, rows: Rows, chunk: int) -> TensorDescriptor:
+    """The tensor map of a view that `rows_of` describes; its box is [chunk, 128 bytes] or, of narrow heads, their width."""
+    page, token, _, _ = pages.stride()
+    heads, head_dim = pages.shape[2:]
+    bits = 8 * pages.element_size()
+    width = min(head_dim, SWIZZLE_BYTES * 8 // bits)
+    # the last row that any page has, and no more: rows behind it may lie outside of the storage
+    height = (pages.shape[0] - 1) * rows.page_rows + (heads - 1) * rows.head_rows + pages.shape[1]
+    columns = (heads - 1) * rows.head_columns + head_dim
+    return TensorDescriptor(
+        pages, [height, columns], [token, 1], [chunk, width], gl.NVMMASharedLayout(width * bits // 8, bits, 2)
+    )

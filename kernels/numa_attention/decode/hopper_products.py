@@ -1,0 +1,125 @@
+"""Decode on sm_90: the two matrix products of a tile, both transposed, so that keys fill the 64 rows of a wgmma.
+
+S^T = K Q^T and O^T = V^T P^T. The few rows of the packed query tile are the N of the instruction, of which 8 suffice.
+
+16-bit caches are read by wgmma where TMA put them. A product with a float8 cache needs 16-bit operands: pairs of
+neighbouring dimensions are loaded as 16-bit words into the registers where wgmma wants its left operand, and are
+unpacked there into a tile of even and a tile of odd dimensions. So a *part* of the accumulator is 64 dimensions:
+neighbours for a 16-bit cache, every second one for float8. float16 holds every float8 value.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from numa_attention.gluon_compat import reinterpret
+
+PART = gl.constexpr(64)  # dimensions of one part of the accumulator: the rows of a wgmma
+
+# one 32-bit register holds two words, each of an even and an odd dimension
+UNPACK_E4M3 = gl.constexpr("""{
+.reg .b32 t;
+.reg .b16 even, odd;
+prmt.b32 t, $2, 0, 0x3120;
+mov.b32 {even, odd}, t;
+cvt.rn.f16x2.e4m3x2 $0, even;
+cvt.rn.f16x2.e4m3x2 $1, odd;
+}""")
+# the upper byte of a float16 is an e5m2
+UNPACK_E5M2 = gl.constexpr("""{
+prmt.b32 $0, $2, 0, 0x2404;
+and.b32 $1, $2, 0xff00ff00;
+}""")
+
+
+@gluon.jit
+def unpack(b_pairs, E5M2: gl.constexpr):
+    """int16 [A, B] of two float8 numbers each -> float16 [A, B] of the lower bytes, and of the upper ones."""
+    if E5M2:
+        asm: gl.constexpr = UNPACK_E5M2
+    else:
+        asm: gl.constexpr = UNPACK_E4M3
+    return gl.inline_asm_elementwise(
+        asm, "=r,=r,r", [b_pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def part_dim(part, b_row, FLOAT8: gl.constexpr):
+    """The dimension of row b_row (0 to 63) of an accumulator's part."""
+    if FLOAT8:
+        return (part // 2) * (2 * PART) + 2 * b_row + part % 2
+    else:
+        return part * PART + b_row
+
+
+@gluon.jit
+def pairs_of(buffer, ROWS: gl.constexpr):
+    """A float8 tile [ROWS, 128] in shared memory as 16-bit words [ROWS, 64]."""
+    return reinterpret(buffer, gl.int16, [ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon.jit
+def multiply_keys(
+    buffers_k, first_buffer, shared_q,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, FLOAT8: gl.constexpr, E5M2: gl.constexpr,
+    ACC: gl.constexpr,
+):  # fmt: skip
+    """Begin the raw scores S^T [N, M] of one tile; the result is there after a wait."""
+    b_s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC)
+    for column in gl.static_range(COLUMNS):
+        buffer = buffers_k.index(first_buffer + column)
+        if FLOAT8:
+            b_pairs = pairs_of(buffer, BLOCK_N).load(gl.DotOperandLayout(0, ACC, 2))
+            b_even, b_odd = unpack(b_pairs, E5M2)
+            b_s = hopper.warpgroup_mma(
+                b_even, shared_q.index(2 * column).permute((1, 0)), b_s, use_acc=column > 0, is_async=True
+            )
+            b_s = hopper.warpgroup_mma(b_odd, shared_q.index(2 * column + 1).permute((1, 0)), b_s, is_async=True)
+        else:
+            b_s = hopper.warpgroup_mma(
+                buffer, shared_q.index(column).permute((1, 0)), b_s, use_acc=column > 0, is_async=True
+            )
+    return b_s
+
+
+@gluon.jit
+def multiply_values(
+    buffers_v, first_buffer, shared_p, b_accs, tile, key_low, key_high, edge,
+    BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, FLOAT8: gl.constexpr, E5M2: gl.constexpr, ACC: gl.constexpr,
+    COPY: gl.constexpr,
+):  # fmt: skip
+    """Begin O^T += V^T P^T for all parts [64, M] of the accumulator; the results are there after a wait.
+
+    edge: keys outside [key_low, key_high) lie in this tile; whatever their pages hold, NaN included, counts as zero.
+    """
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    weights = shared_p.permute((1, 0))
+    results = ()
+    if FLOAT8:
+        for column in gl.static_range(COLUMNS):
+            buffer = buffers_v.index(first_buffer + column)
+            b_pairs = pairs_of(buffer, BLOCK_N).permute((1, 0)).load(LEFT)
+            o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LEFT))
+            m_key = (o_key >= key_low) & (o_key < key_high)
+            b_pairs = gl.where(m_key[None, :], b_pairs, 0)
+            b_even, b_odd = unpack(b_pairs, E5M2)
+            results = results + (hopper.warpgroup_mma(b_even, weights, b_accs[2 * column], is_async=True),)
+            results = results + (hopper.warpgroup_mma(b_odd, weights, b_accs[2 * column + 1], is_async=True),)
+    else:
+        if edge:
+            o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))
+            m_key = (o_key >= key_low) & (o_key < key_high)
+            for column in gl.static_range(COLUMNS):
+                buffer = buffers_v.index(first_buffer + column)
+                b_v = buffer.load(COPY)
+                buffer.store(gl.where(m_key[:, None], b_v, 0.0))
+            hopper.fence_async_shared()
+        for column in gl.static_range(COLUMNS):
+            buffer = buffers_v.index(first_buffer + column)
+            results = results + (
+                hopper.warpgroup_mma(buffer.permute((1, 0)), weights, b_accs[column], is_async=True),
+            )
+    return results

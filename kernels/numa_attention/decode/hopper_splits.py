@@ -1,0 +1,92 @@
+"""Decode on sm_90: how the parts of a split unit are kept and merged. As in decode/portable.py, but the accumulator lies
+transposed, in parts of 64 dimensions [64, M]."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from numa_attention import scores
+from numa_attention.gluon_compat import thread_barrier
+
+safe_max = gluon.jit(scores.safe_max.fn)
+
+
+@gluon.jit
+def part_slot(split, first_workgroup):
+    """Where a split's part is kept; see decode/portable.py."""
+    return (2 * (first_workgroup + split) + (split == 0).to(gl.int32)).to(gl.int64)
+
+
+@gluon.jit
+def accumulator_offsets(slot, part, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
+    """Offsets [64, M] in the workspace of one part of a slot's accumulator."""
+    o_row = gl.arange(0, 64, gl.SliceLayout(1, ACC))
+    o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC))
+    return (slot * PARTS + part) * (64 * BLOCK_M) + o_row[:, None] * BLOCK_M + o_m[None, :]
+
+
+@gluon.jit
+def store_part(
+    b_m, b_l, b_accs, partial_acc, partial_ml, slot,
+    BLOCK_M: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
+    """Write one softmax state to the workspace: m and l [M], unnormalised parts [64, M]."""
+    p_ml = partial_ml + slot * (2 * BLOCK_M) + gl.arange(0, BLOCK_M, ROW)
+    gl.store(p_ml, b_m)
+    gl.store(p_ml + BLOCK_M, b_l)
+    for part in gl.static_range(PARTS):
+        gl.store(partial_acc + accumulator_offsets(slot, part, BLOCK_M, PARTS, ACC), b_accs[part])
+
+
+@gluon.jit
+def arrive_last(p_arrivals, parts):
+    """Announce a stored part. True for the workgroup that completes the count, which finds the counter reset."""
+    # all stores of this workgroup come before its one thread announces them
+    thread_barrier()
+    last = gl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu") == parts - 1
+    if last:
+        gl.store(p_arrivals, 0)
+    return last
+
+
+@gluon.jit
+def merge_parts(
+    partial_acc, partial_ml, first, parts, step, first_workgroup,
+    BLOCK_M: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr, ROW: gl.constexpr, IN_FLIGHT: gl.constexpr,
+):  # fmt: skip
+    """Merge splits first, first + step, ... (`parts` of them), always in this order: (m, l, accumulator)."""
+    o_m = gl.arange(0, BLOCK_M, ROW)
+    b_max = gl.full((BLOCK_M,), float("-inf"), gl.float32, ROW)
+    for split in range(0, parts):
+        slot = part_slot(first + split * step, first_workgroup)
+        # past L1: other compute units wrote it
+        b_max = gl.maximum(b_max, gl.load(partial_ml + slot * (2 * BLOCK_M) + o_m, cache_modifier=".cg"))
+    b_safe = safe_max(b_max)
+    b_l = gl.zeros((BLOCK_M,), gl.float32, ROW)
+    b_accs = ()
+    for _ in gl.static_range(PARTS):
+        b_accs = b_accs + (gl.zeros((64, BLOCK_M), gl.float32, ACC),)
+    # several parts in flight at a time: a merge waits for latency, not for bandwidth
+    for split in range(0, parts, IN_FLIGHT):
+        b_loaded = ()
+        b_weights = ()
+        for ahead in gl.static_range(IN_FLIGHT):
+            here = gl.minimum(split + ahead, parts - 1)
+            slot = part_slot(first + here * step, first_workgroup)
+            p_ml = partial_ml + slot * (2 * BLOCK_M) + o_m
+            b_weight = gl.exp2(gl.load(p_ml, cache_modifier=".cg") - b_safe)
+            b_weight = gl.where(split + ahead < parts, b_weight, 0.0)
+            b_l += gl.load(p_ml + BLOCK_M, cache_modifier=".cg") * b_weight
+            b_weights = b_weights + (gl.convert_layout(b_weight, gl.SliceLayout(0, ACC)),)
+            for part in gl.static_range(PARTS):
+                p_acc = partial_acc + accumulator_offsets(slot, part, BLOCK_M, PARTS, ACC)
+                b_loaded = b_loaded + (gl.load(p_acc, cache_modifier=".cg"),)
+        b_sums = ()
+        for part in gl.static_range(PARTS):
+            b_acc = b_accs[part]
+            for ahead in gl.static_range(IN_FLIGHT):
+                b_acc += b_loaded[ahead * PARTS + part] * b_weights[ahead][None, :]
+            b_sums = b_sums + (b_acc,)
+        b_accs = b_sums
+    return b_max, b_l, b_accs
