@@ -32,6 +32,7 @@ lists = {
     "window": st.sampled_from([-1, 0, 100]),
     "workgroups": st.integers(1, 40),
     "min_tiles": st.integers(1, 3),
+    "domains": st.sampled_from([1, 2, 5, 8]),
 }
 
 
@@ -43,12 +44,19 @@ def build(requests, **options):
 
 @given(**lists)
 def test_every_tile_is_listed_once_and_ranges_are_even(
-    requests, kv_heads, row_blocks, block_n, window, workgroups, min_tiles
+    requests, kv_heads, row_blocks, block_n, window, workgroups, min_tiles, domains
 ):
+    workgroups = -(-workgroups // domains) * domains
     seq_lens, query_lens, ranges, items = build(
         requests, kv_heads=kv_heads, row_blocks=row_blocks, block_n=block_n, window=window,
-        workgroups=workgroups, min_tiles=min_tiles,
+        workgroups=workgroups, min_tiles=min_tiles, domains=domains,
     )  # fmt: skip
+    # every domain has as many ranges as the others, give or take one, and neighbours share a domain
+    of_domain = (ranges[:, 1] > 0).reshape(domains, -1)
+    assert np.ptp(of_domain.sum(1)) <= 1
+    assert not (np.diff(of_domain.astype(int)) > 0).any()
+    rows = np.flatnonzero(of_domain)
+    ranges = np.concatenate([ranges[rows], np.delete(ranges, rows, axis=0)])
     listed = {}
     loads = []
     slots = set()
@@ -97,7 +105,9 @@ def test_device_form_equals_host_form(seed, device):
         "block_n": 64,
         "window": [-1, 100][seed % 2],
         "min_tiles": 1 + seed % 3,
+        "domains": 1 + seed % 4,
     }
+    workgroups = -(-workgroups // options["domains"]) * options["domains"]
     expected_ranges, expected_items = build_on_host(seq_lens, query_lens, workgroups=workgroups, **options)
     ranges = torch.full((workgroups, 2), -7, dtype=torch.int32, device=device)
     items = torch.full(

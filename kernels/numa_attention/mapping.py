@@ -12,10 +12,14 @@ the device. Hence the rules for `DEFINITION`: operators only; one return, at the
 operand of // or %, on which numpy and Triton disagree, only in what `pick` then discards.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from operator import index
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 MAPPINGS = ("block-first", "swizzled-block-first", "head-first", "swizzled-head-first")
 
@@ -168,6 +172,8 @@ def check_grid(batch: int, q_heads: int, kv_heads: int, domains: int) -> None:
 
 def blocks_per_request(batch: int, blocks: int | Sequence[int] | np.ndarray) -> np.ndarray:
     """Query blocks of each request, int64 [batch], from one number for all or one number per request."""
+    import numpy as np  # only in the host form: the closed form of the machine model needs the definition alone
+
     counts = np.asarray(blocks)
     if counts.size and not np.issubdtype(counts.dtype, np.integer):
         raise ValueError(f"blocks has dtype {counts.dtype}: it must hold whole numbers.")
@@ -207,6 +213,8 @@ def tiles(
     Raises ValueError on an unknown mapping, on counts that are not positive, on query heads that are no multiple
     of the KV heads, on a wrong number of blocks, and on `uniform=True` with unequal requests.
     """
+    import numpy as np
+
     check_mapping(mapping)
     check_grid(batch, q_heads, kv_heads, domains)
     # numpy's small integers overflow in products, and its uint64 turns into floating point beside int64
@@ -260,6 +268,8 @@ def streams_per_domain(rows: np.ndarray, q_heads: int, kv_heads: int, domains: i
 
     Raises ValueError on counts that are not positive or heads that do not divide.
     """
+    import numpy as np
+
     check_grid(1, q_heads, kv_heads, domains)
     if index(resident) < 1:
         raise ValueError(f"resident is {resident}: a domain runs at least 1 workgroup at a time.")

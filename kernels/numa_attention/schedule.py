@@ -20,6 +20,7 @@ import torch
 
 from numa_attention.decode import work_list
 from numa_attention.jit import resolve
+from numa_attention.machine.dispatch import MIN_TILES
 from numa_attention.mapping import check_mapping
 from numa_attention.mapping import tiles as host_tiles
 from numa_attention.shapes import LayerShape
@@ -87,9 +88,6 @@ class Schedule:
     decode: DecodeSchedule | None
     prefill: PrefillSchedule | None
     tokens: int = 0
-
-
-MIN_TILES = 2  # a split of fewer KV tiles costs more to merge than it saves
 
 
 class Planner:
@@ -206,6 +204,7 @@ class Planner:
             block_n=self.decode_variant.block_n,
             window=shape.window,
             min_tiles=MIN_TILES,
+            domains=self.decode_variant.domains_used,
         )
         if self.kernels == "triton":
             from numa_attention.decode.work_list_device import build_on_device

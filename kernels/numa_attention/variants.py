@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from numa_attention.machine import dispatch
+from numa_attention.machine.machines import Machine, like
 from numa_attention.shapes import LayerShape
 from numa_attention.topology import Topology
 
@@ -30,6 +32,11 @@ class Variant:
     workgroups: int
     mapping: str
     domains: int
+
+    @property
+    def domains_used(self) -> int:
+        """Domains that the mapping places by: 1 for the naive ones."""
+        return self.domains if self.mapping.startswith("swizzled") else 1
 
     def describe(self) -> str:
         """One line for the log: kernel, tile, mapping."""
@@ -103,10 +110,8 @@ DECODE_TILES = {
     ("cpu", 4): (Tile(256, 64, 64, 1, 1),),
 }
 DECODE_MAX_ROWS = 64  # a larger packed tile is cut into row blocks, each of which reads the KV again
-DECODE_WORKGROUPS_PER_UNIT = {"nvidia": 2, "amd": 2, "cpu": 1}
 # a tile of the torch kernels is a matrix product: fewer, taller ones gather K and V less often
 TORCH_BLOCK_M = 512
-MAPPING = "swizzled-head-first"
 
 
 def family(topology: Topology) -> str:
@@ -127,6 +132,18 @@ def _tile(
         if head_dim <= tile.head_dim and rows <= tile.rows and shape.page_size % tile.page_multiple == 0:
             return tile
     raise ValueError(f"no variant for head_dim {head_dim}: the largest is 256")
+
+
+def machine_of(topology: Topology) -> Machine | None:
+    """What the machine model knows of a device, None where it knows nothing."""
+    return like(
+        topology.name,
+        topology.generation,
+        topology.compute_units,
+        topology.domains,
+        topology.dispatch_domains,
+        topology.l2_bytes,
+    )
 
 
 def next_power_of_2(value: int) -> int:
@@ -150,7 +167,8 @@ def choose_prefill(
         tile.num_warps,
         tile.num_stages,
         0,
-        mapping or MAPPING,
+        mapping
+        or dispatch.prefill_mapping(machine_of(topology), shape.q_heads, shape.kv_heads, shape.head_dim),
         topology.dispatch_domains,
     )
 
@@ -163,7 +181,10 @@ def choose_decode(
     tile = _tile(DECODE_TILES, shape, topology, rows)
     name = "portable-decode" if kernels == "triton" else "torch-decode"
     domains = topology.dispatch_domains
-    workgroups = topology.compute_units * DECODE_WORKGROUPS_PER_UNIT[family(topology)]
+    tile_bytes = tile.block_n * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
+    workgroups = topology.compute_units
+    if topology.generation != "cpu":
+        workgroups *= dispatch.workgroups_per_unit(machine_of(topology), tile_bytes * tile.num_stages)
     # a decode work list is head-first by construction (one tile holds a whole group): only the placement varies
     if mapping is not None:
         mapping = "swizzled-head-first" if mapping.startswith("swizzled") else "head-first"
@@ -175,6 +196,6 @@ def choose_decode(
         tile.num_warps,
         tile.num_stages,
         -(-workgroups // domains) * domains,
-        mapping or MAPPING,
+        mapping or dispatch.DECODE_MAPPING,
         domains,
     )

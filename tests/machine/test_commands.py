@@ -1,5 +1,6 @@
 """numa-swizzle simulate, plan, variant: JSON for programs, tables for people, one sentence for mistakes."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -104,15 +105,81 @@ def test_plan(run, model):
     assert code == 0 and "vllm serve" in out
 
 
+VARIANT = "variant --q-heads 64 --kv-heads 8 --head-dim 128 --batch 1 --context 131072 --device gfx942"
+
+
+def test_variant(run):
+    code, out, _ = run(VARIANT + " --phase decode")
+    assert code == 0 and "8 ACCs" in out and "76 splits" in out and "one domain" in out
+    code, out, _ = run(VARIANT + " --phase prefill")
+    assert code == 0 and "swizzled-head-first" in out and "does not matter" in out
+    assert "measured" in run(VARIANT.replace("gfx942", "h200") + " --phase prefill")[1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        VARIANT,
+        VARIANT.replace("--context 131072", "--context 3000"),
+        VARIANT.replace("--batch 1", "--batch 5").replace("131072", "1000"),
+        VARIANT.replace("--kv-heads 8", "--kv-heads 1").replace("gfx942", "mi450"),
+        VARIANT.replace("64 --kv-heads 8", "12 --kv-heads 12").replace("gfx942", "h200"),
+    ],
+)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_variant(run, phase):
-    line = f"variant --q-heads 64 --kv-heads 8 --head-dim 128 --phase {phase} --batch 1 --context 131072"
-    line += " --device gfx942"
-    code, out, _ = run(line + " --json")
+def test_what_variant_names_is_what_a_planner_launches(run, line, phase):
+    import torch
+
+    from numa_attention.schedule import Planner, StepBatch
+    from numa_attention.shapes import LayerShape
+    from numa_attention.topology import pretend
+
+    words = dict(zip(line.split()[1::2], line.split()[2::2], strict=True))
+    q_heads, kv_heads, batch, context = (
+        int(words[name]) for name in ("--q-heads", "--kv-heads", "--batch", "--context")
+    )
+    if phase == "prefill":
+        context = min(context, 4096)
+        line = line.replace(words["--context"], str(context))
+    code, out, _ = run(f"{line} --phase {phase} --json")
     answer = json.loads(out)
-    assert code == 0 and answer["mapping"] == answer["variant"]["mapping"] and answer["agrees"]
-    code, out, _ = run(line)
-    assert code == 0 and "swizzled-head-first" in out
+    assert code == 0
+    shape = LayerShape(q_heads, kv_heads, 128, 128, torch.bfloat16, torch.bfloat16, 16)
+    topology = pretend(words["--device"])
+    tokens = 1 if phase == "decode" else context
+    limits = dict(max_requests=8, max_tokens=8 * tokens)
+    # tensors without memory, as on a GPU that is not there: the variants of the kernels that a GPU runs
+    launched = Planner(shape, "meta", kernels="triton", topology=topology, **limits)
+    chosen = launched.decode_variant if phase == "decode" else launched.prefill_variant
+    assert answer["variant"] == dataclasses.asdict(chosen)
+    assert answer["mapping"] == chosen.mapping and answer["domains"] == chosen.domains_used
+    # the list itself, with the same tiles, from the host's form of it
+    planner = Planner(shape, "cpu", kernels="torch", topology=topology, **limits)
+    planner.decode_variant, planner.prefill_variant = launched.decode_variant, launched.prefill_variant
+    planner.row_blocks = launched.row_blocks
+    planner.decode_buffers = planner._make_decode_buffers()
+    starts = torch.arange(batch + 1, dtype=torch.int32) * tokens
+    decodes = batch if phase == "decode" else 0
+    table = torch.zeros(batch, -(-context // 16), dtype=torch.int32)
+    lengths = torch.full((batch,), context, dtype=torch.int32)
+    planner._tiles = torch.zeros(batch * kv_heads * (context * q_heads // kv_heads), 4, dtype=torch.int32)
+    step = StepBatch(starts, starts, lengths, table, decodes, decodes, tokens, context)
+    schedule = planner.plan(step)
+    if phase == "prefill":
+        assert answer["workgroups"] == len(schedule.prefill.tiles)
+        return
+    ranges, items = schedule.decode.ranges, schedule.decode.items
+    assert answer["workgroups"] == len(ranges)
+    assert answer["busy"] == int((ranges[:, 1] > 0).sum())
+    owners, longest, most = {}, 0, 0
+    for row, (first, count) in enumerate(ranges.tolist()):
+        domain = row // (len(ranges) // answer["domains"])
+        for request, head, _, begin, end, _, splits, _ in items[first : first + count].tolist():
+            owners.setdefault((request, head), set()).add(domain)
+            longest, most = max(longest, end - begin), max(most, splits)
+    assert answer["splits"] == most
+    assert answer["split_tokens"] == longest * chosen.block_n
+    assert answer["domains_per_acc"] == max(map(len, owners.values()))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from numa_attention.machine import ModelError, dispatch
+from numa_attention.machine import ModelError
 from numa_attention.machine.machines import H200, MI300X, machine
 from numa_attention.machine.plan import make_plan, read_config, tokens
 
@@ -171,25 +171,3 @@ def test_numbers_of_tokens():
         10 << 20,
         1 << 19,
     ]
-
-
-def test_choice_for_prefill():
-    choice = dispatch.choose_prefill(MI300X, 128, 128, 128, 1, 32768)
-    assert choice.mapping == "swizzled-head-first" and choice.domains == 8
-    times = {row.mapping: row.relative_time for row in choice.rows}
-    assert times["block-first"] > 1.4 and times["swizzled-head-first"] == 1
-    tie = dispatch.choose_prefill(MI300X, 64, 8, 128, 1, 32768)
-    assert any("does not matter" in reason for reason in tie.reasons)
-
-
-def test_choice_for_decode():
-    one = dispatch.choose_decode(MI300X, 64, 8, 128, 1, 131072, workgroups=608, tile_tokens=64)
-    assert one.splits == 76 and one.splits * one.split_tokens >= 131072
-    many = dispatch.choose_decode(MI300X, 64, 8, 128, 256, 4096, workgroups=608, tile_tokens=64)
-    assert many.splits == 1
-    narrow = dispatch.choose_decode(MI300X, 8, 1, 128, 1, 131072, workgroups=608, tile_tokens=64)
-    assert narrow.domains_per_acc == 8
-    short = dispatch.choose_decode(MI300X, 8, 1, 128, 1, 512, workgroups=608, tile_tokens=64)
-    assert short.splits == 2
-    with pytest.raises(ModelError, match="multiple of kv_heads"):
-        dispatch.choose_decode(MI300X, 12, 8, 128, 1, 512, workgroups=608, tile_tokens=64)

@@ -35,32 +35,28 @@ def variant(
         device_model = find(device)
         kernel = kernel_of(phase, q_heads, kv_heads, head_dim, device)
         if phase == "prefill":
-            choice = dispatch.choose_prefill(device_model, q_heads, kv_heads, head_dim, batch, context)
+            choice = dispatch.explain_prefill(
+                device_model, q_heads, kv_heads, head_dim, batch, context, block_m=kernel.block_m
+            )
         else:
-            choice = dispatch.choose_decode(
+            choice = dispatch.explain_decode(
                 device_model,
                 q_heads,
                 kv_heads,
-                head_dim,
                 batch,
                 context,
                 workgroups=kernel.workgroups,
-                tile_tokens=kernel.block_n,
+                block_n=kernel.block_n,
+                row_blocks=-(-(q_heads // kv_heads) // kernel.block_m),
             )
-    agrees = kernel.mapping == choice.mapping
     if as_json:
-        answer = dataclasses.asdict(choice) | {"variant": dataclasses.asdict(kernel), "agrees": agrees}
+        answer = dataclasses.asdict(choice) | {"variant": dataclasses.asdict(kernel)}
         typer.echo(json.dumps(answer, indent=2))
         return
     console = wide_console()
     console.print(f"[bold]{escape(kernel.describe())}[/]", soft_wrap=True)
     for reason in choice.reasons:
         console.print(f"  {escape(reason)}", soft_wrap=True)
-    if not agrees:
-        console.print(
-            f"[yellow]The model would take {choice.mapping}; the kernels take {kernel.mapping}.[/]",
-            soft_wrap=True,
-        )
     if choice.rows:
         shown = table("mapping", "hits, closed form", "streams a domain", "time", "measured")
         for row in choice.rows:

@@ -8,7 +8,9 @@ Equal ranges balance uneven lengths, fill the device at batch 1, and leave at mo
 The list has two arrays, built by `build_on_device` (one launch, no host synchronisation) or `build_on_host` (the same
 definition in numpy):
 
-- ranges int32 [workgroups, 2]: first item and number of items of each logical workgroup;
+- ranges int32 [workgroups, 2]: first item and number of items; domain d runs rows d * (workgroups / domains) and on,
+  and each domain has as many of the ranges as the others, give or take one, so that a short step keeps all of them
+  busy. Neighbouring ranges, and with them the parts of a unit, share a domain where there are units enough;
 - items int32 [capacity, 8]: request, KV head, row block, first tile, end tile, split, splits of the unit, first
   workgroup of the unit. Item u + w is workgroup w's part of unit u, so positions need no counting; others are unused.
 
@@ -18,6 +20,8 @@ Tile t of a request covers KV tokens [t * block_n, (t + 1) * block_n). Tiles lef
 from __future__ import annotations
 
 import numpy as np
+
+from numa_attention.mapping import piece_start
 
 ITEM_FIELDS = 8
 REQUEST, KV_HEAD, ROW_BLOCK, TILE_BEGIN, TILE_END, SPLIT, SPLITS, FIRST_WORKGROUP = range(ITEM_FIELDS)
@@ -33,6 +37,12 @@ def partial_slot(split: int, first_workgroup: int) -> int:
     return 2 * (first_workgroup + split) + (split == 0)
 
 
+def row_of(workgroup: int, used: int, workgroups: int, domains: int) -> int:
+    """The row of `ranges` that holds the range of logical workgroup number `workgroup`, of `used`."""
+    domain = next(d for d in range(domains) if workgroup < piece_start(d + 1, used, domains))
+    return domain * (workgroups // domains) + workgroup - piece_start(domain, used, domains)
+
+
 def build_on_host(
     seq_lens: np.ndarray,
     query_lens: np.ndarray,
@@ -43,10 +53,11 @@ def build_on_host(
     window: int,
     workgroups: int,
     min_tiles: int,
+    domains: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ranges, items) for requests of seq_lens, query_lens int [R]; see the module's text.
 
-    min_tiles: the fewest tiles a workgroup is given while another could take them.
+    min_tiles: the fewest tiles a workgroup is given while another could take them. domains: they divide workgroups.
     """
     items = np.full((capacity(len(seq_lens), kv_heads, row_blocks, workgroups), ITEM_FIELDS), -1, np.int32)
     ranges = np.zeros((workgroups, 2), np.int32)
@@ -70,7 +81,7 @@ def build_on_host(
         low, high = bounds[workgroup], bounds[workgroup + 1]
         first = int(np.searchsorted(unit_begin, low, side="right")) - 1
         last = int(np.searchsorted(unit_begin, high, side="left")) - 1
-        ranges[workgroup] = (first + workgroup, last - first + 1)
+        ranges[row_of(workgroup, used, workgroups, domains)] = (first + workgroup, last - first + 1)
         unit = np.arange(first, last + 1)
         active = unit // units
         start = begin[active] - unit_begin[unit]

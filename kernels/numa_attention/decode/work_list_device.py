@@ -23,9 +23,10 @@ def work_list_kernel(
     WINDOW: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    DOMAINS: tl.constexpr,
 ):
     UNITS: tl.constexpr = KV_HEADS * ROW_BLOCKS
-    workgroup = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     o_r = tl.arange(0, BLOCK_R)
     m_r = o_r < num_requests
     b_seq = tl.load(seq_lens + o_r, mask=m_r, other=0)
@@ -43,6 +44,12 @@ def work_list_kernel(
     b_index = tl.cumsum(b_active, 0) - 1
     total = tl.sum(b_weight, 0)
     used = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, workgroups)
+    # the used ranges are divided evenly over the domains, each of which has workgroups / DOMAINS rows
+    domain = row // (workgroups // DOMAINS)
+    position = row % (workgroups // DOMAINS)
+    workgroup = domain * (used // DOMAINS) + tl.minimum(domain, used % DOMAINS) + position
+    own = used // DOMAINS + (domain < used % DOMAINS).to(tl.int64)
+    workgroup = tl.where(position < own, workgroup, used)
     low = tl.where(workgroup < used, workgroup * total // tl.maximum(used, 1), 0)
     high = tl.where(workgroup < used, (workgroup + 1) * total // tl.maximum(used, 1), 0)
     first = low * 0
@@ -73,8 +80,8 @@ def work_list_kernel(
         first = tl.where(count == 0, item, first)
         count += 1
         tile = end
-    tl.store(ranges + workgroup * 2, first.to(tl.int32))
-    tl.store(ranges + workgroup * 2 + 1, count.to(tl.int32))
+    tl.store(ranges + row * 2, first.to(tl.int32))
+    tl.store(ranges + row * 2 + 1, count.to(tl.int32))
 
 
 def build_on_device(
@@ -90,6 +97,7 @@ def build_on_device(
     block_n: int,
     window: int,
     min_tiles: int,
+    domains: int = 1,
 ) -> None:
     """Fill ranges and items (see `decode/work_list.py`) from seq_lens int32 [R], query_start_loc int32 [R + 1].
 
@@ -109,5 +117,6 @@ def build_on_device(
         WINDOW=window,
         MIN_TILES=min_tiles,
         BLOCK_R=next_power_of_2(max_requests),
+        DOMAINS=domains,
         num_warps=4,
     )

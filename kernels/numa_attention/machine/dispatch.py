@@ -1,26 +1,39 @@
-"""Which mapping and how many splits for a layer: closed form and measured figures, in one table, with the reason."""
+"""Which mapping, and how many workgroups and splits, a layer gets: what `variants.py` asks, and why.
+
+Everything is plain Python. Where a device has been measured, the measurement is in MEASURED, the one table of such
+figures, and wins over the closed form.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
+from ..mapping import piece_start
 from . import ModelError
 from .closed_form import Estimate, estimate
 from .grid import MAPPINGS, Grid
 from .machines import Machine
 
 PREFILL_BLOCK_M, PREFILL_BLOCK_N = 128, 64
-TIE = 0.01  # relative time within which the simpler or measured mapping stays
-SPLIT_TILES = 4  # a split shorter than this many tiles costs more than it gains
+# a planner serves every length and batch of its layers: its mapping is the one whose worst of these is best
+CONTEXTS = (4096, 32768, 131072)
+TIE = 0.01  # relative time within which the placed mapping stays
+DEFAULT_MAPPING = "swizzled-head-first"  # also where nothing is known; over one domain it is head-first
+DECODE_MAPPING = "swizzled-head-first"  # a decode list is head-first by construction
+MIN_TILES = 2  # a split of fewer KV tiles costs more to merge than it saves
+# a workgroup asks for nothing while it merges, or waits for its last products: a second one fills the gap
+LEAST_WORKGROUPS_PER_UNIT, MOST_WORKGROUPS_PER_UNIT = 2, 4
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One figure from a real device. domains: that the mapping swizzles over, 1 for those that do not."""
+    """One prefill launch on a real device. domains: that the mapping swizzles over, 1 for those that do not."""
 
     machine: str
     mapping: str
+    batch: int
     q_heads: int
     kv_heads: int
     length: int
@@ -31,36 +44,57 @@ class Measured:
 
 
 ONE_H200 = "one H200, ncu, plain Triton kernel"
+PUBLISHED = "published, MI355X"
 MEASURED = (
-    Measured("H200", "block-first", 128, 128, 32768, 1, 0.0021, 395, ONE_H200),
-    Measured("H200", "head-first", 128, 128, 32768, 1, 0.9905, 486, ONE_H200),
-    Measured("H200", "swizzled-head-first", 128, 128, 32768, 8, 0.6465, None, ONE_H200),
-    Measured("H200", "head-first", 128, 128, 131072, 1, 0.6868, None, ONE_H200),
-    Measured("MI355X", "block-first", 64, 64, 65536, 1, 0.024, None, "published, MI355X"),
-    Measured("MI355X", "head-first", 64, 64, 65536, 1, 0.936, None, "published, MI355X: 6 % faster"),
+    #        device    mapping                 B   HQ   HK  length  dom    hits  TFLOP/s  source
+    Measured("H200", "block-first", 1, 128, 128, 32768, 1, 0.0021, 395, ONE_H200),
+    Measured("H200", "head-first", 1, 128, 128, 32768, 1, 0.9905, 486, ONE_H200),
+    Measured("H200", "swizzled-head-first", 1, 128, 128, 32768, 8, 0.6465, None, ONE_H200),
+    Measured("H200", "head-first", 1, 128, 128, 131072, 1, 0.6868, None, ONE_H200),
+    Measured("H200", "head-first", 1, 128, 128, 131072, 1, 0.9539, None, f"{ONE_H200}, another run"),
+    Measured("H200", "block-first", 1, 16, 16, 32768, 1, 0.6695, None, ONE_H200),
+    Measured("H200", "block-first", 1, 32, 32, 16384, 1, 0.4662, None, ONE_H200),
+    Measured("H200", "block-first", 2, 64, 64, 8192, 1, 0.0386, None, ONE_H200),
+    Measured("H200", "block-first", 1, 64, 8, 65536, 1, 0.8431, None, ONE_H200),
+    Measured("H200", "head-first", 1, 64, 64, 65536, 1, 0.9822, None, ONE_H200),
+    Measured("H200", "head-first", 1, 32, 32, 131072, 1, 0.9669, None, ONE_H200),
+    Measured("H200", "swizzled-head-first", 1, 128, 128, 32768, 2, 0.9660, None, ONE_H200),
+    Measured("H200", "swizzled-head-first", 1, 64, 8, 32768, 8, 0.8437, None, ONE_H200),
+    Measured("H200", "swizzled-head-first", 4, 32, 32, 16384, 4, 0.9359, None, ONE_H200),
+    Measured("MI355X", "block-first", 1, 64, 64, 65536, 1, 0.024, None, PUBLISHED),
+    Measured("MI355X", "head-first", 1, 64, 64, 65536, 1, 0.936, None, f"{PUBLISHED}: 6 % faster"),
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One mapping: what the closed form says, and the nearest measured point if there is one."""
+    """One mapping in one launch: hits by the closed form, time relative to the fastest, the nearest measured point.
+
+    timed: whether relative_time was measured.
+    """
 
     mapping: str
     hit_rate: float
     streams_per_domain: float
     relative_time: float
+    timed: bool
     measured: str
 
 
 @dataclass(frozen=True)
 class Choice:
-    """mapping, splits and the sentences that explain them. splits: parts of each ACC, 1 for prefill."""
+    """mapping, splits and the sentences that explain them, for one step.
+
+    domains: that the mapping places by. workgroups: of the launch. busy: those that have work. splits: parts of each
+    ACC (the most, 1 for prefill). split_tokens: of the longest part. domains_per_acc: that an ACC's parts lie on.
+    """
 
     phase: str
     machine: str
     mapping: str
     domains: int
     workgroups: int
+    busy: int
     splits: int
     split_tokens: int
     domains_per_acc: int
@@ -68,26 +102,52 @@ class Choice:
     reasons: list[str]
 
 
-def nearest(machine: Machine, mapping: str, grid: Grid) -> str:
+def effective(mapping: str, domains: int) -> str:
+    """The mapping's name without a swizzle over one domain, which changes nothing."""
+    return mapping.removeprefix("swizzled-") if domains == 1 else mapping
+
+
+def nearest(machine: Machine, mapping: str, grid: Grid, q_heads: int) -> str:
     """A measured point of the same machine and mapping, nearest in heads and length."""
     points = [
         row
         for row in MEASURED
-        if (row.machine, row.mapping, row.domains) == (machine.name, mapping, grid.domains)
+        if (row.machine, row.mapping, row.domains)
+        == (machine.name, effective(mapping, grid.domains), grid.domains)
     ]
     if not points:
         return "not measured"
-    row = min(points, key=lambda each: (abs(each.kv_heads - grid.kv_heads), abs(each.length - grid.length)))
+    row = min(
+        points,
+        key=lambda each: (
+            abs(each.kv_heads - grid.kv_heads),
+            abs(each.q_heads - q_heads),
+            abs(each.length - grid.length),
+        ),
+    )
     return f"{row.hit_rate:.1%} at {row.q_heads}/{row.kv_heads} heads, {row.length} tokens"
 
 
-def choose_prefill(
+def measured_seconds(machine: Machine, grid: Grid, q_heads: int) -> float | None:
+    """Relative time of this launch if it was timed: 1 / TFLOP/s."""
+    wanted = (machine.name, effective(grid.mapping, grid.domains), grid.batch, q_heads, grid.kv_heads)
+    for row in MEASURED:
+        launch = (row.machine, row.mapping, row.batch, row.q_heads, row.kv_heads)
+        if launch == wanted and row.length == grid.length and row.domains == grid.domains and row.tflops:
+            return 1 / row.tflops
+    return None
+
+
+@lru_cache(maxsize=256)
+def compare_mappings(
     machine: Machine, q_heads: int, kv_heads: int, head_dim: int, batch: int, context: int
-) -> Choice:
-    """The mapping of a prefill whose workgroups pack the query heads of a KV head."""
+) -> tuple[Row, ...]:
+    """The four mappings of a prefill whose workgroups pack the query heads of a KV head.
+
+    Raises ModelError on heads that do not divide and on counts below 1.
+    """
     if kv_heads < 1 or q_heads % kv_heads:
         raise ModelError(f"q_heads is {q_heads}: it must be a multiple of kv_heads, which is {kv_heads}.")
-    group = q_heads // kv_heads
     found: dict[str, tuple[Grid, Estimate]] = {}
     for mapping in MAPPINGS:
         grid = Grid(
@@ -101,86 +161,158 @@ def choose_prefill(
             PREFILL_BLOCK_N,
             causal=False,
             domains=machine.dispatch_domains if mapping.startswith("swizzled") else 1,
-            query_length=context * group,
+            query_length=context * (q_heads // kv_heads),
         )
         found[mapping] = grid, estimate(grid, machine)
-    fastest = min(each.seconds for _, each in found.values())
-    rows = [
+    timed = {mapping: measured_seconds(machine, grid, q_heads) for mapping, (grid, _) in found.items()}
+    by_clock = all(timed.values())
+    times = timed if by_clock else {mapping: each.seconds for mapping, (_, each) in found.items()}
+    fastest = min(times.values())
+    return tuple(
         Row(
             mapping,
             each.hit_rate,
             each.streams_per_domain,
-            each.seconds / fastest,
-            nearest(machine, mapping, grid),
+            times[mapping] / fastest,
+            by_clock,
+            nearest(machine, mapping, grid, q_heads),
         )
         for mapping, (grid, each) in found.items()
-    ]
-    tied = [row for row in rows if row.relative_time <= 1 + TIE]
-    best = max(tied, key=lambda row: (round(row.hit_rate, 3), row.mapping == "swizzled-head-first"))
+    )
+
+
+@lru_cache(maxsize=256)
+def prefill_mapping(machine: Machine | None, q_heads: int, kv_heads: int, head_dim: int) -> str:
+    """The mapping whose worst time over CONTEXTS is best; of those that tie, the default if it is among them.
+
+    machine None: nothing is known of the device, which gets the default.
+    """
+    if machine is None:
+        return DEFAULT_MAPPING
+    launches = [compare_mappings(machine, q_heads, kv_heads, head_dim, 1, context) for context in CONTEXTS]
+    worst = {rows[0].mapping: max(row.relative_time for row in rows) for rows in zip(*launches, strict=True)}
+    best = min(worst.values())
+    tied = [mapping for mapping, time in worst.items() if time <= best + TIE]
+    return DEFAULT_MAPPING if DEFAULT_MAPPING in tied else tied[0]
+
+
+def explain_prefill(
+    machine: Machine, q_heads: int, kv_heads: int, head_dim: int, batch: int, context: int, *, block_m: int
+) -> Choice:
+    """What a prefill step of `batch` prompts of `context` tokens gets, with rows of `block_m`, and why."""
+    rows = compare_mappings(machine, q_heads, kv_heads, head_dim, batch, context)
+    mapping = prefill_mapping(machine, q_heads, kv_heads, head_dim)
+    own = next(row for row in rows if row.mapping == mapping)
+    worst = max(rows, key=lambda row: row.relative_time)
     reasons = [
-        f"{best.mapping}: {best.streams_per_domain:.1f} K/V streams at a time on each of {machine.domains} domains, "
-        f"{best.hit_rate:.1%} L2 hits."
+        f"{mapping}: {own.streams_per_domain:.1f} K/V streams at a time on each of {machine.domains} domains, "
+        f"{own.hit_rate:.1%} L2 hits (computed)."
     ]
-    if len(tied) == len(rows):
+    if worst.relative_time <= 1 + TIE:
         reasons.append("All four mappings take the same time here: the choice does not matter.")
     else:
-        worst = max(rows, key=lambda row: row.relative_time)
-        reasons.append(f"{worst.mapping} would take {worst.relative_time:.2f} times as long.")
+        how = "measured" if worst.timed else "computed"
+        reasons.append(f"{worst.mapping} takes {worst.relative_time:.2f} times as long ({how}).")
+    if own.relative_time > 1 + TIE:
+        reasons.append(
+            f"It takes {own.relative_time:.2f} times as long as the fastest here: one mapping serves all lengths, "
+            f"and this one is best at its worst over {', '.join(f'{each:,}' for each in CONTEXTS)} tokens."
+        )
     if machine.dispatch_domains == 1:
         reasons.append(
-            "Workgroups are not dealt to domains in turn here, so there is nothing to swizzle over."
+            "Workgroups are not dealt to domains in turn here: swizzled over one domain, a mapping is the naive one."
         )
-    domains = machine.dispatch_domains if best.mapping.startswith("swizzled") else 1
-    workgroups = found[best.mapping][0].workgroups
-    return Choice("prefill", machine.name, best.mapping, domains, workgroups, 1, context, 1, rows, reasons)
+    workgroups = batch * kv_heads * ceil(context * (q_heads // kv_heads) / block_m)
+    return Choice(
+        "prefill",
+        machine.name,
+        mapping,
+        machine.dispatch_domains if mapping.startswith("swizzled") else 1,
+        workgroups,
+        workgroups,
+        1,
+        context,
+        1,
+        list(rows),
+        reasons,
+    )
 
 
-def choose_decode(
+def workgroups_per_unit(machine: Machine | None, bytes_in_flight: int) -> int:
+    """Decode workgroups a compute unit, each with `bytes_in_flight` of K and V on their way.
+
+    Enough to cover the memory's latency at its full bandwidth (Little's law), at least two, so that one loads while
+    the other computes or merges.
+    """
+    if machine is None:
+        return LEAST_WORKGROUPS_PER_UNIT
+    needed = machine.memory_bandwidth.value * machine.cache.miss_latency / machine.units
+    return min(max(ceil(needed / bytes_in_flight), LEAST_WORKGROUPS_PER_UNIT), MOST_WORKGROUPS_PER_UNIT)
+
+
+def explain_decode(
     machine: Machine,
     q_heads: int,
     kv_heads: int,
-    head_dim: int,
     batch: int,
     context: int,
     *,
     workgroups: int,
-    tile_tokens: int,
+    block_n: int,
+    row_blocks: int = 1,
 ) -> Choice:
-    """The splits of a decode launch of `workgroups` workgroups that read tiles of `tile_tokens` tokens."""
+    """How a decode launch of `workgroups` workgroups divides `batch` requests of `context` tokens each, and why.
+
+    block_n: KV tokens a tile. row_blocks: packed tiles of one KV head's query rows. The arithmetic is that of
+    decode/work_list.py for equal lengths.
+    """
     if kv_heads < 1 or q_heads % kv_heads:
         raise ModelError(f"q_heads is {q_heads}: it must be a multiple of kv_heads, which is {kv_heads}.")
-    for name, value in (("batch", batch), ("context", context), ("head_dim", head_dim)):
+    for name, value in (("batch", batch), ("context", context)):
         if value < 1:
             raise ModelError(f"{name} is {value}: it must be at least 1.")
+    domains = machine.dispatch_domains
     accs = batch * kv_heads
-    tiles = ceil(context / tile_tokens)
-    wanted = max(1, workgroups // accs)
-    splits = max(1, min(wanted, tiles // SPLIT_TILES))
-    split_tokens = ceil(tiles / splits) * tile_tokens
-    spread = ceil(machine.domains / accs) if accs < machine.domains else 1
-    reasons = [
-        f"{accs} ACC{'s' * (accs > 1)} (requests x KV heads) for {workgroups} workgroups: {splits} "
-        f"split{'s' * (splits > 1)} of {split_tokens:,} tokens each."
+    units = accs * row_blocks
+    tiles = ceil(context / block_n)
+    total = units * tiles
+    busy = min(workgroups, ceil(total / MIN_TILES))
+    ends = [piece_start(domain + 1, busy, domains) for domain in range(domains)]
+    parts = [
+        (((unit * tiles + 1) * busy - 1) // total, ((unit + 1) * tiles * busy - 1) // total)
+        for unit in range(units)
     ]
-    if splits < wanted:
-        reasons.append(f"Not {wanted}: a split of fewer than {SPLIT_TILES} tiles costs more than it gains.")
-    if spread > 1:
+    splits = max(last - first + 1 for first, last in parts)
+    spread = max(
+        sum(end > first for end in ends) - sum(end > last for end in ends) + 1 for first, last in parts
+    )
+    split_tokens = min(ceil(total / busy), tiles) * block_n
+    several = "s" if splits > 1 else ""
+    reasons = [
+        f"{accs} ACC{'s' * (accs > 1)} (requests x KV heads) of {tiles:,} tiles for {workgroups} workgroups: "
+        f"{splits} split{several} of each, of at most {split_tokens:,} tokens."
+    ]
+    if busy < workgroups:
         reasons.append(
-            f"Fewer ACCs than the {machine.domains} domains: each is spread over {spread}, "
-            "because one domain cannot draw the whole memory bandwidth."
+            f"{busy} workgroups have work: a split of fewer than {MIN_TILES} tiles costs more to merge than it saves."
         )
-    else:
-        reasons.append("The splits of an ACC stay on one domain: they are merged through its L2.")
+    if domains > 1 and spread > 1:
+        reasons.append(
+            f"An ACC lies on up to {spread} domains: every domain gets the same work, "
+            "as one cannot draw the whole memory bandwidth."
+        )
+    elif splits > 1:
+        reasons.append("The splits of an ACC lie on one domain: they are merged through its L2.")
     reasons.append(
         "Every K/V byte is read once, so no mapping saves memory traffic in decode: the hit rate does not decide it."
     )
-    domains = machine.dispatch_domains
     return Choice(
         "decode",
         machine.name,
-        "swizzled-head-first",
+        DECODE_MAPPING,
         domains,
         workgroups,
+        busy,
         splits,
         split_tokens,
         spread,

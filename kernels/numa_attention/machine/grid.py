@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from . import ModelError
 
@@ -70,7 +71,7 @@ class Grid:
     def walks(self) -> Iterator[int]:
         return (self.walk(block) for block in range(self.blocks))
 
-    @property
+    @cached_property
     def visits(self) -> int:
         """Tile visits of the whole launch."""
         return self.batch * self.q_heads * sum(self.walks())

@@ -274,3 +274,37 @@ def machine(name: str) -> Machine:
     raise ModelError(
         f"unknown machine {name!r}: choose one of {known}, or a generation: {', '.join(GENERATIONS)}."
     )
+
+
+def like(
+    name: str, generation: str, units: int, domains: int, dispatch_domains: int, l2_bytes: int
+) -> Machine | None:
+    """The machine that a detected device is: a known product, with the units and domains that it shows.
+
+    A device in a partitioned mode shows fewer than the product has. None where the generation is not known.
+    """
+    found = GENERATIONS.get(generation)
+    for known in MACHINES.values():
+        if known.name in name:
+            found = known
+    if found is None or (found.units, found.domains, found.dispatch_domains) == (
+        units,
+        domains,
+        dispatch_domains,
+    ):
+        return found
+    share = units / found.units
+    cache = replace(
+        found.cache,
+        kernel_flops=found.cache.kernel_flops * share,
+        read_bandwidth=found.cache.read_bandwidth * share,
+    )
+    return replace(
+        found,
+        units=units,
+        domains=domains,
+        dispatch_domains=dispatch_domains,
+        l2_bytes=Figure(l2_bytes, "reported by the device"),
+        memory_bandwidth=replace(found.memory_bandwidth, value=found.memory_bandwidth.value * share),
+        cache=cache,
+    )

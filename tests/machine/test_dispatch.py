@@ -1,0 +1,95 @@
+"""The dispatcher: mapping from closed form and measurements, workgroups, splits, and that the variants follow it."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from numa_attention import variants
+from numa_attention.machine import ModelError, dispatch
+from numa_attention.machine.grid import MAPPINGS
+from numa_attention.machine.machines import H200, MI300X, MI450, like
+from numa_attention.shapes import LayerShape
+from numa_attention.topology import pretend
+
+
+def test_prefill():
+    choice = dispatch.explain_prefill(MI300X, 128, 128, 128, 1, 32768, block_m=128)
+    assert choice.mapping == "swizzled-head-first" and choice.domains == 8
+    times = {row.mapping: row.relative_time for row in choice.rows}
+    assert times["block-first"] > 1.4 and times["swizzled-head-first"] == 1
+    assert any("block-first takes" in reason for reason in choice.reasons)
+    tie = dispatch.explain_prefill(MI300X, 64, 8, 128, 1, 32768, block_m=128)
+    assert any("does not matter" in reason for reason in tie.reasons)
+
+
+def test_measured_times_win():
+    rows = dispatch.compare_mappings(H200, 128, 128, 128, 1, 32768)
+    assert [row.timed for row in rows] == [True] * 4
+    assert {row.mapping: round(row.relative_time, 3) for row in rows} == {
+        "block-first": 1.230,
+        "swizzled-block-first": 1.230,
+        "head-first": 1.0,
+        "swizzled-head-first": 1.0,
+    }
+    assert not any(row.timed for row in dispatch.compare_mappings(H200, 128, 128, 128, 1, 65536))
+    # were block-first the faster one on the clock, it would be taken
+    swapped = tuple(
+        dataclasses.replace(row, tflops={395: 486, 486: 395}.get(row.tflops)) for row in dispatch.MEASURED
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "MEASURED", swapped)
+        patch.setattr(dispatch, "CONTEXTS", (32768,))
+        choose = dispatch.prefill_mapping.__wrapped__
+        patch.setattr(dispatch, "compare_mappings", dispatch.compare_mappings.__wrapped__)
+        assert choose(H200, 128, 128, 128) == "block-first"
+
+
+def test_decode():
+    def explain(*shape, **options):
+        return dispatch.explain_decode(MI300X, *shape, workgroups=608, block_n=64, **options)
+
+    one = explain(64, 8, 1, 131072)
+    assert (one.splits, one.domains_per_acc, one.busy) == (76, 1, 608)
+    assert one.splits * one.split_tokens >= 131072
+    assert explain(64, 8, 256, 4096).splits == 2  # 2,048 ACCs over 608 workgroups: some are cut
+    assert explain(64, 8, 76, 4096).splits == 1
+    narrow = explain(8, 1, 1, 131072)
+    assert narrow.domains_per_acc == 8 and narrow.splits == 608
+    # a short step keeps every domain busy
+    short = explain(8, 1, 1, 4096)
+    assert (short.busy, short.splits, short.domains_per_acc, short.split_tokens) == (32, 32, 8, 128)
+    for q_heads, batch, context in ((12, 1, 512), (64, 0, 512), (64, 1, 0)):
+        with pytest.raises(ModelError):
+            explain(q_heads, 8, batch, context)
+
+
+def test_workgroups_cover_the_latency():
+    assert dispatch.workgroups_per_unit(None, 1) == 2
+    assert dispatch.workgroups_per_unit(H200, 64 << 10) == 2
+    # 19.6 TB/s x 0.5 us / 256 units = 38 KB on their way
+    assert dispatch.workgroups_per_unit(MI450, 16 << 10) == 3
+    assert dispatch.workgroups_per_unit(MI450, 1 << 10) == 4
+
+
+def test_a_detected_device():
+    assert like("AMD Instinct MI300X", "gfx942", 304, 8, 8, 32 << 20) is MI300X
+    assert like("NVIDIA H100 80GB HBM3", "sm_90", 132, 2, 1, 50 << 20).name == "H100"
+    part = like("AMD Instinct MI300X", "gfx942", 38, 1, 1, 4 << 20)
+    assert (part.units, part.domains, part.l2_bytes.value) == (38, 1, 4 << 20)
+    assert part.memory_bandwidth.value == pytest.approx(MI300X.memory_bandwidth.value / 8)
+    assert like("something", "gpu", 100, 1, 1, 1 << 20) is None
+
+
+@pytest.mark.parametrize("device", ["gfx942", "gfx950", "gfx1250", "sm_90", "sm_100", "cpu"])
+def test_variants_follow(device, monkeypatch):
+    shape = LayerShape(24, 24, 64, 64, torch.bfloat16, torch.bfloat16, 16)
+    topology = pretend(device)
+    assert variants.choose_prefill(shape, topology, "triton").mapping == "swizzled-head-first"
+    for mapping in MAPPINGS:
+        monkeypatch.setattr(dispatch, "prefill_mapping", lambda *key, mapping=mapping: mapping)
+        assert variants.choose_prefill(shape, topology, "triton").mapping == mapping
+    assert variants.choose_prefill(shape, topology, "triton", "head-first").mapping == "head-first"
+    monkeypatch.setattr(dispatch, "workgroups_per_unit", lambda machine, size: 3)
+    expected = topology.compute_units * (1 if device == "cpu" else 3)
+    assert variants.choose_decode(shape, topology, "triton", 1).workgroups == expected
