@@ -9,9 +9,11 @@ import torch
 
 from numa_attention import attention, reference
 from numa_attention.schedule import Planner, Schedule, StepBatch
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import CONTIGUOUS, FLOAT8, LayerShape
 from numa_attention.topology import Topology, detect, pretend
-from tests.support import PagedCase, assert_close
+from tests.support import PagedCase, assert_close, relative_error
+
+GENERAL_OPTIONS = ("alibi_sqrt", "spans", "q_scale", "out_scale")
 
 
 def test_topology(device: torch.device, workgroups: int = 8, domains: int = 4) -> Topology:
@@ -26,21 +28,24 @@ def test_topology(device: torch.device, workgroups: int = 8, domains: int = 4) -
 test_topology.__test__ = False
 
 
-def shape_of(case: PagedCase, window: int = -1) -> LayerShape:
-    """The layer shape of a case."""
+def shape_of(case: PagedCase, window: int = -1, general: bool = False) -> LayerShape:
+    """The layer shape of a case; its type is bfloat16 where queries are float8."""
     return LayerShape(
         q_heads=case.q.shape[1],
-        kv_heads=case.k_pages.shape[2],
+        kv_heads=case.k_pages.shape[-2],
         head_dim=case.q.shape[2],
-        head_dim_v=case.v_pages.shape[3],
-        dtype=case.q.dtype,
+        head_dim_v=case.v_pages.shape[-1],
+        dtype=torch.bfloat16 if case.q.dtype in FLOAT8 else case.q.dtype,
         kv_dtype=case.k_pages.dtype,
-        page_size=case.k_pages.shape[1],
+        page_size=CONTIGUOUS if case.k_pages.ndim == 3 else case.k_pages.shape[1],
         window=window,
+        general=general,
     )
 
 
-def step_of(case: PagedCase, num_decodes: int, causal: bool = True) -> StepBatch:
+def step_of(
+    case: PagedCase, num_decodes: int, causal: bool | torch.Tensor = True, has_spans: bool = False
+) -> StepBatch:
     """The step of a case whose first requests decode."""
     starts = case.query_start_loc.cpu()
     return StepBatch(
@@ -53,14 +58,17 @@ def step_of(case: PagedCase, num_decodes: int, causal: bool = True) -> StepBatch
         max_query_len=int(starts.diff().max()),
         max_seq_len=int(case.seq_lens.max()),
         causal=causal,
+        has_spans=has_spans,
     )
 
 
-def make_planner(case: PagedCase, *, window: int = -1, kernels: str, **options) -> Planner:
+def make_planner(
+    case: PagedCase, *, window: int = -1, kernels: str, general: bool = False, **options
+) -> Planner:
     """A planner with room for the case, whose workspace is full of NaN."""
     device = case.q.device
     planner = Planner(
-        shape_of(case, window),
+        shape_of(case, window, general),
         device,
         max_requests=max(8, len(case.seq_lens)),
         max_tokens=max(64, len(case.q)),
@@ -76,6 +84,10 @@ def make_planner(case: PagedCase, *, window: int = -1, kernels: str, **options) 
 def run(case: PagedCase, schedule: Schedule, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE of one layer's call, from buffers that held NaN; the LSE is written through a transposed view."""
     out = case.poisoned_output()
+    if options.get("q_scale") is not None:
+        out = out.bfloat16()
+    if options.get("out_scale") is not None:
+        out = out.to(case.k_pages.dtype if case.k_pages.dtype in FLOAT8 else torch.float8_e4m3fn)
     lse = torch.full((out.shape[1], out.shape[0]), math.nan, device=out.device).T
     attention.attend(case.q, case.k_pages, case.v_pages, out, schedule, lse=lse, **options)
     return out, lse
@@ -87,23 +99,31 @@ def check(
     kernels: str,
     num_decodes: int,
     window: int = -1,
-    causal: bool = True,
+    causal: bool | torch.Tensor = True,
     planner_options: dict | None = None,
     **options,
 ) -> Schedule:
     """Run a case and compare output and LSE with the float64 reference; returns the schedule that ran."""
     options.setdefault("scale", case.q.shape[2] ** -0.5)
-    planner = make_planner(case, window=window, kernels=kernels, **(planner_options or {}))
-    schedule = planner.plan(step_of(case, num_decodes, causal))
+    general = isinstance(causal, torch.Tensor) or any(
+        options.get(name) is not None for name in GENERAL_OPTIONS
+    )
+    planner = make_planner(case, window=window, kernels=kernels, general=general, **(planner_options or {}))
+    schedule = planner.plan(step_of(case, num_decodes, causal, options.get("spans") is not None))
     attention.ran.clear()
     out, lse = run(case, schedule, **options)
     ran = {plan.variant.name for plan in (schedule.decode, schedule.prefill) if plan is not None}
     assert set(attention.ran) == ran, "other kernels ran than the schedule names"
-    factors = {name: 1.0 if options.get(name) is None else options[name] for name in ("k_scale", "v_scale")}
+    factors = ("q_scale", "k_scale", "v_scale")
+    factors = {name: 1.0 if options.get(name) is None else options[name] for name in factors}
+    out_scale = options.pop("out_scale", None)
     expected, expected_lse = reference.attention(
         *case.arguments(), window=window, causal=causal, **{**options, **factors}
     )
-    assert_close(out, expected)
+    if out_scale is None:
+        assert_close(out, expected)
+    else:
+        check_float8(out, expected / float(out_scale), 1e-2 if case.q.dtype == torch.float32 else 4e-2)
     lse = lse.cpu().double()
     seen = expected_lse.isfinite()
     assert torch.equal(lse == -math.inf, ~seen), "rows that see no key have an LSE of -inf, and no others"
@@ -111,3 +131,11 @@ def check(
         1e-4 if case.q.dtype == torch.float32 else 2e-2
     )
     return schedule
+
+
+def check_float8(out: torch.Tensor, expected: torch.Tensor, mark: float) -> None:
+    """A float8 output is the expected one, clamped and rounded, but for numbers near a tie; truncation gives 8e-2."""
+    largest = torch.finfo(out.dtype).max
+    assert out.dtype in FLOAT8
+    rounded = expected.clamp(-largest, largest).float().to(out.dtype)
+    assert relative_error(out.float(), rounded.float()) <= mark

@@ -26,8 +26,12 @@ class PagedCase:
     block_table: torch.Tensor  # int32 [requests, most pages of a request]
 
     def arguments(self) -> tuple[torch.Tensor, ...]:
-        """The positional arguments of `reference.attention`."""
-        return self.q, self.k_pages, self.v_pages, self.query_start_loc, self.seq_lens, self.block_table
+        """The positional arguments of `reference.attention`, for which keys in a row are pages of one token."""
+        k_pages, v_pages, block_table = self.k_pages, self.v_pages, self.block_table
+        if k_pages.ndim == 3:
+            k_pages, v_pages = k_pages[:, None], v_pages[:, None]
+            block_table = block_table + torch.arange(len(k_pages), device=block_table.device)
+        return self.q, k_pages, v_pages, self.query_start_loc, self.seq_lens, block_table
 
     def poisoned_output(self) -> torch.Tensor:
         """An output full of NaN, [tokens, q_heads, head_dim_v]."""
@@ -83,6 +87,43 @@ def make_paged_case(
         seq_lens=torch.tensor(list(seq_lens), dtype=torch.int32, device=device),
         block_table=block_table.to(device),
     )
+
+
+def make_contiguous_case(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    gap: int = 3,
+    device: torch.device | str = "cpu",
+    **options,
+) -> PagedCase:
+    """A random step whose keys and values lie in a row, `gap` rows of NaN before, between and after the requests.
+
+    k_pages, v_pages are [token, kv_head, head_dim], parts of one wider tensor; block_table [requests, 1] holds each
+    request's first row. options: those of `make_paged_case`.
+    """
+    case = make_paged_case(query_lens, seq_lens, device=device, **options)
+    starts, rows = [], gap
+    for length in seq_lens:
+        starts.append(rows)
+        rows += length + gap
+    kv_heads, head_dim, head_dim_v = case.k_pages.shape[2], case.k_pages.shape[3], case.v_pages.shape[3]
+    both = _nan((rows, kv_heads, head_dim + head_dim_v + 8), case.k_pages.dtype, device)
+    keys, values = both[..., :head_dim], both[..., head_dim : head_dim + head_dim_v]
+    page_size = case.k_pages.shape[1]
+    for request, (start, length) in enumerate(zip(starts, seq_lens, strict=True)):
+        token = torch.arange(length)
+        place = (
+            case.block_table[request].cpu().long()[token // page_size].to(device),
+            (token % page_size).to(device),
+        )
+        keys[start : start + length], values[start : start + length] = (
+            case.k_pages[place],
+            case.v_pages[place],
+        )
+    case.k_pages, case.v_pages = keys, values
+    case.block_table = torch.tensor(starts, dtype=torch.int32, device=device)[:, None]
+    return case
 
 
 def empty_pages(

@@ -74,6 +74,16 @@ CHANGES = {
     "variant": {"variant": dataclasses.replace(VARIANT, num_warps=8)},
     "window": {"shape": dataclasses.replace(SHAPE, window=3)},
     "not causal": {"causal": False},
+    "causal by request": {"causal": empty(3, dtype=torch.int32)},
+    "spans": {"spans": empty(3, 2, 2, dtype=torch.int32)},
+    "float8 queries": {"q": empty(3, 8, 64).to(torch.float8_e5m2), "q_scale": empty(1)},
+    "float8 output": {"out": empty(3, 8, 64).to(torch.float8_e5m2), "out_scale": empty(1)},
+    "square roots": {"alibi_slopes": empty(8), "alibi_sqrt": True},
+    "without pages": {
+        "k_pages": empty(40, 2, 64),
+        "v_pages": empty(40, 2, 64),
+        "shape": dataclasses.replace(SHAPE, page_size=0),
+    },
     "query stride": {"q": empty(3, 16, 64)[:, :8]},
     "page stride": {"k_pages": empty(4, 2, 16, 2, 64)[:, 0]},
     "query alignment": {"q": misaligned(3, 8, 64)},
@@ -126,7 +136,13 @@ def test_calls_that_differ_compile_again(change):
 )
 def test_constants_are_handed_over_in_the_order_in_which_kernels_declare_them(kernel, own, own_constants):
     names = list(inspect.signature(kernel.fn).parameters)
-    flags = dict.fromkeys(("causal", "has_cap", "has_alibi", "has_sink", "has_lse", "has_scales"), False)
-    constants = portable_launch.constants(SHAPE, VARIANT, **flags) | own_constants(SHAPE, VARIANT)
+    flags = [
+        name
+        for name, p in inspect.signature(portable_launch.constants).parameters.items()
+        if p.kind == p.KEYWORD_ONLY
+    ]
+    constants = portable_launch.constants(SHAPE, VARIANT, **dict.fromkeys(flags, 0)) | own_constants(
+        SHAPE, VARIANT
+    )
     assert names[: len(own)] == own
     assert names[-len(constants) :] == list(constants)

@@ -34,7 +34,7 @@ def test_agrees_with_torch(layout, causal, window):
         key = torch.arange(length)[None, :]
         mask = (key <= position) | (not causal)
         if window >= 0:
-            mask = mask & (key >= position - window)
+            mask = mask & (key >= position - window) & (key <= position + window)
         expected = torch.nn.functional.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, scale=0.3
         )
@@ -56,6 +56,7 @@ def _one_head(queries, keys, values, **options):
 
 
 LOG3, LOG4 = math.log(3), math.log(4)
+SPAN = torch.tensor([[[0, 1]]])
 
 
 @pytest.mark.parametrize(
@@ -69,12 +70,19 @@ LOG3, LOG4 = math.log(3), math.log(4)
         ([1.0, 1.0], [0.0, LOG3], [4.0, 8.0], {"causal": torch.tensor([False])}, [7.0, 7.0], [LOG4, LOG4]),
         # a window of 0 is the query's own position
         ([1.0, 1.0], [0.0, LOG3], [4.0, 8.0], {"window": 0}, [4.0, 8.0], [0.0, LOG3]),
-        # without causal the window bounds the left side only
-        ([1.0, 1.0], [0.0, LOG3], [4.0, 8.0], {"window": 0, "causal": False}, [7.0, 8.0], [LOG4, LOG3]),
+        # without causal the window bounds both sides
+        ([1.0, 1.0], [0.0, LOG3], [4.0, 8.0], {"window": 0, "causal": False}, [4.0, 8.0], [0.0, LOG3]),
+        ([1.0, 1.0], [0.0, LOG3], [4.0, 8.0], {"window": 1, "causal": False}, [7.0, 7.0], [LOG4, LOG4]),
+        # in a span queries see all of it, whatever the window; one that clamps lets it hide what is before
+        ([1.0, 1.0], [0.0, LOG3], [4.0, 8.0], {"window": 0, "spans": SPAN}, [7.0, 7.0], [LOG4, LOG4]),
+        ([1.0, 1.0], [0.0, LOG3], [4.0, 8.0], {"window": 0, "spans": SPAN, "clamp_spans": True}, [7.0, 8.0],
+         [LOG4, LOG3]),
+        ([1.0, 1.0], [0.0, LOG3], [4.0, 8.0], {"spans": SPAN + 1}, [4.0, 7.0], [0.0, LOG4]),
         # a sink of weight 4 beside 1 + 3 halves the output
         ([1.0], [0.0, LOG3], [4.0, 8.0], {"sinks": torch.tensor([LOG4])}, [3.5], [math.log(8)]),
         # scale, and the scales of a quantised cache
         ([1.0], [0.0, LOG3], [4.0, 8.0], {"scale": 0.5, "k_scale": 2.0, "v_scale": 10.0}, [70.0], [LOG4]),
+        ([0.5], [0.0, LOG3], [4.0, 8.0], {"scale": 0.5, "q_scale": 4.0}, [7.0], [LOG4]),
         # a cap of 1 makes huge scores equal
         ([1.0], [100.0, 200.0], [4.0, 8.0], {"soft_cap": 1.0}, [6.0], [1 + math.log(2)]),
         # ALiBi: key 0 is 1 away and loses log 3

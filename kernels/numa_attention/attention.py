@@ -6,9 +6,12 @@ from collections import Counter
 
 import torch
 
-from numa_attention.schedule import Schedule
-from numa_attention.shapes import LayerShape
+from numa_attention.schedule import Schedule, StepBatch
+from numa_attention.shapes import CONTIGUOUS, FLOAT8, LayerShape
 
+# the kernels that take every option; special ones refuse what they lack, and `variants` picks them only for layers
+# whose shape is neither `general` nor contiguous
+GENERAL = frozenset({"portable-decode", "portable-prefill", "torch-decode", "torch-prefill"})
 # launches of each variant since the last `ran.clear()`: what really ran, for tests and reports
 ran: Counter[str] = Counter()
 
@@ -24,34 +27,52 @@ def attend(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    alibi_sqrt: bool = False,
+    spans: torch.Tensor | None = None,
+    clamp_spans: bool = False,
+    q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
     """Attention of one layer over its paged cache; the step's own keys and values are in the pages already.
 
     q [tokens, q_heads, head_dim], out [tokens, q_heads, head_dim_v]: rows of query_start_loc; the last dimension is
     contiguous. k_pages, v_pages: strided views [page, token, kv_head, head_dim or head_dim_v] whose last dimension is
-    contiguous. scale: softmax scale. soft_cap: cap * tanh(score / cap), 0 for none. sinks float [q_heads]: a score
-    that only adds to the denominator (and to the LSE). alibi_slopes float [q_heads]: slope * (key - query position)
-    is added to the score. k_scale, v_scale float32 [1]: factors of the cached values, both or neither.
+    contiguous; for a shape without pages [token, kv_head, head_dim or head_dim_v], in which request r has the rows
+    from block_table[r, 0] on. scale: softmax scale. soft_cap: cap * tanh(score / cap), 0 for none. sinks float
+    [q_heads]: a score that only adds to the denominator (and to the LSE). alibi_slopes float [q_heads]: slope * (key -
+    query position) is added to the score, with `alibi_sqrt` -slope * sqrt(query position - key) up to the query's own
+    position and 0 after it. spans int32 [requests, n, 2]: first and last token of spans whose queries see the whole
+    span, whatever else hides it; with `clamp_spans` the window hides it still. No two spans of a request overlap; one
+    that is a single token says nothing. q_scale float32 [1]: factor of queries in float8, which need a float8 cache.
+    k_scale, v_scale float32 [1]: factors of the cached values, both or neither. out_scale float32 [1]: what the output
+    is divided by before it is clamped to the range of a float8 `out`.
     lse float32 [tokens, q_heads], any strides: natural log; -inf for rows that see no key, whose output is 0.
 
-    Raises ValueError where the tensors are not what the schedule was planned for.
+    Raises ValueError where the tensors are not what the schedule was planned for, or the chosen kernel lacks an option.
     """
     shape = schedule.shape
     # what does not change from step to step is checked once: this runs for every layer of every step
     layout = (
-        shape, q.dtype, q.shape[1:], q.stride(), out.shape[1:], out.stride(), k_pages.dtype, k_pages.shape,
-        k_pages.stride(), v_pages.dtype, v_pages.shape, v_pages.stride(), None if sinks is None else _vector(sinks),
-        None if alibi_slopes is None else _vector(alibi_slopes), None if k_scale is None else _vector(k_scale),
-        None if v_scale is None else _vector(v_scale), None if lse is None else (lse.dtype, lse.shape[1:]),
-        soft_cap >= 0.0,
+        shape, q.dtype, q.shape[1:], q.stride(), out.dtype, out.shape[1:], out.stride(), k_pages.dtype,
+        k_pages.shape[-3:], k_pages.stride(), v_pages.dtype, v_pages.shape[-3:], v_pages.stride(),
+        None if sinks is None else _vector(sinks), None if alibi_slopes is None else _vector(alibi_slopes),
+        None if q_scale is None else _vector(q_scale), None if k_scale is None else _vector(k_scale),
+        None if v_scale is None else _vector(v_scale), None if out_scale is None else _vector(out_scale),
+        None if lse is None else (lse.dtype, lse.shape[1:]), soft_cap >= 0.0,
     )  # fmt: skip
     if layout not in _fitting:
-        _check(shape, q, k_pages, v_pages, out, soft_cap, sinks, alibi_slopes, k_scale, v_scale, lse)
+        _check(
+            shape, q, k_pages, v_pages, out, soft_cap, sinks, alibi_slopes, q_scale, k_scale, v_scale, out_scale, lse
+        )  # fmt: skip
         _fitting.add(layout)
     tokens = schedule.tokens
+    if shape.page_size == CONTIGUOUS and not tokens <= len(k_pages) == len(v_pages):
+        raise ValueError(
+            f"the step has {tokens} tokens; keys and values have {len(k_pages)}, {len(v_pages)} rows"
+        )
     if q.shape[0] < tokens or out.shape[0] < tokens or (lse is not None and lse.shape[0] < tokens):
         rows = ", ".join(str(len(x)) for x in (q, out, lse) if x is not None)
         raise ValueError(f"the step has {tokens} query tokens; q, out and lse have {rows} rows")
@@ -64,16 +85,47 @@ def attend(
         v_scale=v_scale,
         lse=lse,
     )
+    general = _general_options(schedule.batch, alibi_sqrt, spans, clamp_spans, q_scale, out_scale)
     for plan in (schedule.decode, schedule.prefill):
         if plan is not None:
+            if general and plan.variant.name not in GENERAL:
+                raise ValueError(
+                    f"the kernel {plan.variant.name} takes no {', '.join(general)}: "
+                    "plan the layer with a shape that is `general`"
+                )
             try:
-                kernel_of(plan.variant.name)(q, k_pages, v_pages, out, schedule, **options)
+                kernel_of(plan.variant.name)(q, k_pages, v_pages, out, schedule, **options, **general)
             except BaseException:
                 # an interpreted launch that stops half-way leaves counts behind that the next would add to
                 if plan is schedule.decode and plan.arrivals.device.type == "cpu":
                     plan.arrivals.zero_()
                 raise
             ran[plan.variant.name] += 1
+
+
+def _general_options(
+    batch: StepBatch, alibi_sqrt, spans, clamp_spans, q_scale, out_scale
+) -> dict[str, object]:
+    """The options in use that only the kernels of GENERAL take."""
+    options: dict[str, object] = {}
+    if spans is not None:
+        if not batch.has_spans or spans.shape[0] < batch.num_requests:
+            raise ValueError(
+                f"spans of {spans.shape[0]} requests do not fit a step of {batch.num_requests} that was planned "
+                f"with{'' if batch.has_spans else 'out'} spans"
+            )
+        if spans.dtype != torch.int32 or spans.shape[2:] != (2,) or not spans.is_contiguous():
+            raise ValueError(
+                f"spans must be contiguous int32 [requests, n, 2]; got {spans.dtype} {list(spans.shape)}"
+            )
+        options |= {"spans": spans, "clamp_spans": clamp_spans}
+    if alibi_sqrt:
+        options["alibi_sqrt"] = True
+    if q_scale is not None:
+        options["q_scale"] = q_scale
+    if out_scale is not None:
+        options["out_scale"] = out_scale
+    return options
 
 
 _fitting: set[tuple] = set()  # layouts of calls that have passed `_check`
@@ -84,12 +136,13 @@ def _vector(x: torch.Tensor) -> tuple:
 
 
 def _check(
-    shape: LayerShape, q, k_pages, v_pages, out, soft_cap, sinks, alibi_slopes, k_scale, v_scale, lse
-) -> None:
+    shape: LayerShape, q, k_pages, v_pages, out, soft_cap, sinks, alibi_slopes, q_scale, k_scale, v_scale, out_scale,
+    lse,
+) -> None:  # fmt: skip
     """Raises ValueError where the kernels would read or write past a tensor, or take one number for another."""
-    pages = (shape.page_size, shape.kv_heads)
+    pages = (shape.kv_heads,) if shape.page_size == CONTIGUOUS else (shape.page_size, shape.kv_heads)
     for name, tensor, dtype, sizes in (
-        ("q", q, shape.dtype, (shape.q_heads, shape.head_dim)),
+        ("q", q, shape.dtype if q_scale is None else q.dtype, (shape.q_heads, shape.head_dim)),
         ("k_pages", k_pages, shape.kv_dtype, (*pages, shape.head_dim)),
         ("v_pages", v_pages, shape.kv_dtype, (*pages, shape.head_dim_v)),
         ("out", out, out.dtype, (shape.q_heads, shape.head_dim_v)),
@@ -111,7 +164,18 @@ def _check(
             )
     if (k_scale is None) != (v_scale is None):
         raise ValueError("give both k_scale and v_scale, or neither")
-    for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+    if q_scale is not None and (q.dtype not in FLOAT8 or shape.kv_dtype not in FLOAT8):
+        raise ValueError(
+            f"q_scale is for float8 queries over a float8 cache; got {q.dtype} over {shape.kv_dtype}"
+        )
+    if (out_scale is None) != (out.dtype not in FLOAT8):
+        raise ValueError(f"give out_scale for a float8 output and for no other; out is {out.dtype}")
+    for name, factor in (
+        ("q_scale", q_scale),
+        ("k_scale", k_scale),
+        ("v_scale", v_scale),
+        ("out_scale", out_scale),
+    ):
         if factor is not None and (factor.dtype != torch.float32 or factor.numel() != 1):
             raise ValueError(f"{name} must be one float32 number; got {factor.dtype} {list(factor.shape)}")
     if lse is not None and (lse.dtype != torch.float32 or lse.shape[1:] != (shape.q_heads,)):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from numa_attention.jit import interpreting, pointer_traits, resolve
+from numa_attention.shapes import FLOAT8
 from numa_attention.variants import next_power_of_2
-
-FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
 
 def write_pages(

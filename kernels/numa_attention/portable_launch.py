@@ -11,11 +11,15 @@ from collections.abc import Callable, Hashable
 import torch
 
 from numa_attention.jit import Launcher, pointer_traits
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import FLOAT8, LayerShape
 from numa_attention.variants import Variant, next_power_of_2
 
 # arguments that are read one number at a time: their alignment would only multiply the compiled kernels
-ANY_ALIGNMENT = ["block_table", "query_start_loc", "seq_lens", "sinks", "alibi_slopes", "k_scale", "v_scale"]
+ANY_ALIGNMENT = [
+    "block_table", "query_start_loc", "seq_lens", "sinks", "alibi_slopes", "causal_flags", "spans",
+    "q_scale", "k_scale", "v_scale", "out_scale",
+]  # fmt: skip
+BY_REQUEST = 2  # value of CAUSAL where each request has its own flag
 
 
 def block_dim(head_dim: int) -> int:
@@ -27,13 +31,18 @@ def constants(
     shape: LayerShape,
     variant: Variant,
     *,
-    causal: bool,
+    causal: int,
+    has_spans: bool,
+    clamp_spans: bool,
     has_cap: bool,
-    has_alibi: bool,
+    has_alibi: int,
     has_sink: bool,
     has_lse: bool,
+    has_q_scale: bool,
     has_scales: bool,
-) -> dict[str, int | bool]:
+    has_out_scale: bool,
+    out_largest: float,
+) -> dict[str, int | bool | float]:
     """The compile-time constants that both kernels declare, in their order."""
     return dict(
         GROUP=shape.group,
@@ -46,12 +55,22 @@ def constants(
         PAGE_SIZE=shape.page_size,
         WINDOW=shape.window,
         CAUSAL=causal,
+        HAS_SPANS=has_spans,
+        CLAMP_SPANS=clamp_spans,
         HAS_CAP=has_cap,
         HAS_ALIBI=has_alibi,
         HAS_SINK=has_sink,
         HAS_LSE=has_lse,
+        HAS_Q_SCALE=has_q_scale,
         HAS_SCALES=has_scales,
+        HAS_OUT_SCALE=has_out_scale,
+        OUT_LARGEST=out_largest,
     )
+
+
+def _row_strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of page, token and KV head; without pages the first is not used."""
+    return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])
 
 
 class LayerLauncher:
@@ -78,8 +97,13 @@ class LayerLauncher:
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        alibi_sqrt: bool = False,
+        spans: torch.Tensor | None = None,
+        clamp_spans: bool = False,
+        q_scale: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        out_scale: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
         """own_arguments: what the kernel takes before the layer's arguments; see `attention.attend` for those.
@@ -88,26 +112,35 @@ class LayerLauncher:
         """
         shape, batch = schedule.shape, schedule.batch
         p_lse = out if lse is None else lse
+        causal, flags = batch.causal, q
+        if not isinstance(causal, bool):
+            causal, flags = BY_REQUEST, batch.causal
         strides = (
             *q.stride()[:2], *out.stride()[:2], *p_lse.stride()[:2],
-            *k_pages.stride()[:3], *v_pages.stride()[:3], batch.block_table.stride(0),
+            *_row_strides(k_pages), *_row_strides(v_pages), batch.block_table.stride(0),
         )  # fmt: skip
         key = (
             q.get_device(), shape, variant, strides, pointer_traits(q, k_pages, v_pages, out, p_lse),
-            v_pages.dtype, out.dtype, lse is None, batch.causal, soft_cap > 0.0, k_scale is None,
-            None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype,
+            q.dtype, v_pages.dtype, out.dtype, lse is None, causal, soft_cap > 0.0, q_scale is None,
+            k_scale is None, out_scale is None, None if sinks is None else sinks.dtype,
+            None if alibi_slopes is None else alibi_slopes.dtype, alibi_sqrt, spans is None, clamp_spans,
         )  # fmt: skip
         compile_time = self._constants.get(key)
         if compile_time is None:
             shared = constants(
                 shape,
                 variant,
-                causal=batch.causal,
+                causal=int(causal),
+                has_spans=spans is not None,
+                clamp_spans=clamp_spans,
                 has_cap=soft_cap > 0.0,
-                has_alibi=alibi_slopes is not None,
+                has_alibi=0 if alibi_slopes is None else 2 if alibi_sqrt else 1,
                 has_sink=sinks is not None,
                 has_lse=lse is not None,
+                has_q_scale=q_scale is not None,
                 has_scales=k_scale is not None,
+                has_out_scale=out_scale is not None,
+                out_largest=torch.finfo(out.dtype).max if out.dtype in FLOAT8 else 0.0,
             )
             options = dict(num_warps=variant.num_warps, num_stages=variant.num_stages)
             compile_time = {**shared, **self._own_constants(shape, variant)}, options
@@ -116,7 +149,9 @@ class LayerLauncher:
             *own_arguments, q, k_pages, v_pages, out, p_lse,
             batch.block_table, batch.query_start_loc, batch.seq_lens,
             q if sinks is None else sinks, q if alibi_slopes is None else alibi_slopes,
+            flags, q if spans is None else spans, q if q_scale is None else q_scale,
             q if k_scale is None else k_scale, q if v_scale is None else v_scale,
-            float(scale), float(soft_cap), *strides,
+            q if out_scale is None else out_scale, float(scale), float(soft_cap),
+            0 if spans is None else spans.shape[1], *strides,
         )  # fmt: skip
         self._launch(key, (workgroups, 1, 1), arguments, *compile_time)

@@ -22,6 +22,9 @@ def attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     alibi_sqrt: bool = False,
+    spans: torch.Tensor | None = None,
+    clamp_spans: bool = False,
+    q_scale: float | torch.Tensor = 1.0,
     k_scale: float | torch.Tensor = 1.0,
     v_scale: float | torch.Tensor = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,12 +36,13 @@ def attention(
     its queries' own ones included. Query i of n in a request of L keys is at position L - n + i.
 
     causal: a query sees the keys up to its own position; bool, or a bool tensor with one flag per request.
-    window: a query at position p sees no key before p - window; -1 is no limit. Without `causal` the window
-    limits the left side all the same, and the right side stays open. soft_cap: scores become soft_cap *
-    tanh(score / soft_cap); 0 is off. alibi_slopes [q_heads]: the score gains slope * (j - p); with
-    `alibi_sqrt`, -slope * sqrt(p - j) up to the query's own position and 0 after it. It is added after the
-    soft cap. sinks [q_heads]: a score with no key and no value. It adds to the denominator, and so to the
-    LSE. k_scale, v_scale: what a cached number is multiplied by to get the key or value.
+    window: a query at position p sees no key before p - window; -1 is no limit. Without `causal` it sees none
+    after p + window either. spans [requests, n, 2]: first and last token of spans whose queries see the whole
+    span, what the rules before hide included; with `clamp_spans`, nothing before p - window still. soft_cap:
+    scores become soft_cap * tanh(score / soft_cap); 0 is off. alibi_slopes [q_heads]: the score gains
+    slope * (j - p); with `alibi_sqrt`, -slope * sqrt(p - j) up to the query's own position and 0 after it. It
+    is added after the soft cap. sinks [q_heads]: a score with no key and no value. It adds to the denominator,
+    and so to the LSE. q_scale, k_scale, v_scale: what a stored number is multiplied by to get the query, key or value.
 
     A row that sees no key has output 0, and LSE -inf (the sink's score where there is one). Numbers that a
     query does not see take part in no arithmetic, so that NaN there stays there. Kernels promise as much for
@@ -48,7 +52,9 @@ def attention(
     kv_heads = k_pages.shape[2]
     out = torch.zeros(tokens, q_heads, v_pages.shape[-1], dtype=torch.float64)
     lse = torch.full((tokens, q_heads), -math.inf, dtype=torch.float64)
-    queries = q.cpu().double().unflatten(1, (kv_heads, q_heads // kv_heads))  # [tokens, kv_heads, group, D]
+    queries = (q.cpu().double() * float(q_scale)).unflatten(
+        1, (kv_heads, q_heads // kv_heads)
+    )  # [tokens, kv_heads, group, D]
     slopes, sink = (None if x is None else x.cpu().double()[:, None] for x in (alibi_slopes, sinks))
     starts = query_start_loc.tolist()
     for request, length in enumerate(seq_lens.tolist()):
@@ -58,6 +64,10 @@ def attention(
         for row in range(starts[request], starts[request + 1]):
             position = length - (starts[request + 1] - row)
             seen = _seen(position, length, is_causal, window)  # [S]
+            for begin, end in [] if spans is None else spans[request].tolist():
+                if begin <= position <= end:
+                    first = max(begin, position - window) if clamp_spans and window >= 0 else begin
+                    seen = torch.cat([seen, torch.arange(first, min(end, length - 1) + 1)]).unique()
             products = torch.einsum("kgd,skd->kgs", queries[row], keys[seen])
             scores = products.flatten(0, 1) * scale  # [q_heads, S]
             if soft_cap:
@@ -83,7 +93,7 @@ def _gather(pages: torch.Tensor, row: torch.Tensor, length: int) -> torch.Tensor
 def _seen(position: int, length: int, causal: bool, window: int) -> torch.Tensor:
     """Which keys a query sees, ascending."""
     first = 0 if window < 0 else max(0, position - window)
-    last = position if causal else length - 1
+    last = position if causal else length - 1 if window < 0 else min(position + window, length - 1)
     return torch.arange(first, max(first, last + 1))
 
 

@@ -23,7 +23,7 @@ from numa_attention.jit import resolve
 from numa_attention.machine.dispatch import MIN_TILES
 from numa_attention.mapping import check_mapping
 from numa_attention.mapping import tiles as host_tiles
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import CONTIGUOUS, LayerShape
 from numa_attention.topology import Topology, detect
 from numa_attention.variants import Variant, choose_decode, choose_prefill, next_power_of_2
 
@@ -37,6 +37,10 @@ class StepBatch:
     block_table: int32 [R, pages] on the device; rows may lie further apart than they are long.
     num_decodes: leading requests that decode, each with at most the planner's `max_decode_query` query tokens; a
     request without query tokens is padding. num_decode_tokens: their query tokens.
+    causal: whether a query sees no key after its own, for all requests or int32 or bool [R] on the device for each.
+    has_spans: calls may pass `spans`.
+
+    For a shape without pages, block_table [R, 1] is the row in keys and values of each request's first key.
     """
 
     query_start_loc: torch.Tensor
@@ -47,7 +51,8 @@ class StepBatch:
     num_decode_tokens: int
     max_query_len: int
     max_seq_len: int
-    causal: bool = True
+    causal: bool | torch.Tensor = True
+    has_spans: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -136,6 +141,7 @@ class Planner:
         self.row_blocks = -(-shape.group * max_decode_query // self.decode_variant.block_m)
         self.decode_buffers = self._make_decode_buffers()
         self._seq_lens = torch.empty(max_requests, dtype=torch.int32, device=self.device)
+        self._causal = torch.empty(max_requests, dtype=torch.int32, device=self.device)
         self._prefix = torch.empty(max_requests + 1, dtype=torch.int32, device=self.device)
         tiles = shape.kv_heads * (max_tokens * shape.group // self.prefill_variant.block_m + max_requests)
         self._tiles = torch.empty(tiles, 4, dtype=torch.int32, device=self.device)
@@ -166,10 +172,16 @@ class Planner:
         Raises ValueError where the step does not fit the planner or its tensors cannot be read as they are.
         """
         self._check(batch)
-        held = batch.block_table.shape[1] * self.shape.page_size
         seq_lens = self._seq_lens[: batch.num_requests]
-        torch.clamp(batch.seq_lens, max=held, out=seq_lens)
-        batch = replace(batch, seq_lens=seq_lens)
+        if self.shape.page_size == CONTIGUOUS:
+            seq_lens.copy_(batch.seq_lens)
+        else:
+            held = batch.block_table.shape[1] * self.shape.page_size
+            torch.clamp(batch.seq_lens, max=held, out=seq_lens)
+        causal = batch.causal
+        if not isinstance(causal, bool):
+            causal = self._causal[: batch.num_requests].copy_(batch.causal)
+        batch = replace(batch, seq_lens=seq_lens, causal=causal)
         decode = self._plan_decode(batch) if batch.num_decodes else None
         prefill = self._plan_prefill(batch) if batch.num_decodes < batch.num_requests else None
         tokens = int(batch.query_start_loc_cpu[-1])
@@ -186,6 +198,10 @@ class Planner:
                     f"{name} is {tensor.dtype} with strides {tensor.stride()}: "
                     "it must be int32 and contiguous in its last dimension"
                 )
+        if not isinstance(batch.causal, bool) and batch.causal.shape != (requests,):
+            raise ValueError(
+                f"causal is {list(batch.causal.shape)}: give one flag for each of {requests} requests"
+            )
         if not 0 <= decodes <= requests:
             raise ValueError(f"num_decodes is {decodes} in a step of {requests} requests")
         if decodes and batch.max_query_len > self.max_decode_query:
@@ -202,7 +218,8 @@ class Planner:
             kv_heads=shape.kv_heads,
             row_blocks=self.row_blocks,
             block_n=self.decode_variant.block_n,
-            window=shape.window,
+            # a span may begin left of every window; the kernel masks what is too much
+            window=-1 if batch.has_spans else shape.window,
             min_tiles=MIN_TILES,
             domains=self.decode_variant.domains_used,
         )
@@ -238,6 +255,7 @@ class Planner:
         if tokens > self.max_tokens:
             raise ValueError(f"a step of {tokens} prefilled tokens exceeds max_tokens={self.max_tokens}")
         tiles = self._tiles[:workgroups]
+        longest_first = batch.causal is not False
         if self.kernels == "triton":
             from numa_attention.prefill.tile_list import build_on_device
 
@@ -250,7 +268,7 @@ class Planner:
                 variant,
                 kv_heads=shape.kv_heads,
                 group=shape.group,
-                longest_first=batch.causal,
+                longest_first=longest_first,
             )
         else:
             rows = host_tiles(
@@ -260,7 +278,7 @@ class Planner:
                 shape.kv_heads,
                 blocks,
                 variant.domains,
-                longest_first=batch.causal,
+                longest_first=longest_first,
             )
             tiles[:, :3] = torch.from_numpy(rows)
         return PrefillSchedule(variant, tiles)

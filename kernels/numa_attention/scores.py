@@ -1,4 +1,4 @@
-"""One scoring rule for every kernel: scale, soft cap, ALiBi, causal mask, sliding window, sink.
+"""One scoring rule for every kernel: scale, soft cap, ALiBi, causal mask, sliding window, spans, sink.
 
 Kernels keep scores in base 2: `score_tile` multiplies by log2(e), so that `exp2` is the softmax's exponential, and
 `natural_lse` turns the result back into a natural logarithm.
@@ -31,35 +31,82 @@ def score_tile(
     """Raw products [M, N] -> scores in base 2, unmasked.
 
     o_position [M], o_key [N]: token positions. b_slope [M]: the ALiBi slope of each row's query head. scale: softmax
-    scale times the key scale.
+    scale times the scales of queries and keys. HAS_ALIBI: 0 for none, 1 for slope * (key - position), 2 for
+    -slope * sqrt(position - key) up to the query's own position and 0 after it.
     """
     if HAS_ALIBI:
         # a product with token positions in 16 bits would round the positions
         b_slope = b_slope.to(tl.float32)
+        b_distance = (o_key[None, :] - o_position[:, None]).to(tl.float32)
+        if HAS_ALIBI == 2:
+            b_distance = -tl.sqrt(tl.maximum(-b_distance, 0.0))
     if HAS_CAP:
         b_s = soft_cap * tanh(b_s * (scale / soft_cap))
         if HAS_ALIBI:
-            b_s += b_slope[:, None] * (o_key[None, :] - o_position[:, None])
+            b_s += b_slope[:, None] * b_distance
         b_s = b_s * LOG2_E
     else:
         b_s = b_s * (scale * LOG2_E)
         if HAS_ALIBI:
-            b_s += (b_slope * LOG2_E)[:, None] * (o_key[None, :] - o_position[:, None])
+            b_s += (b_slope * LOG2_E)[:, None] * b_distance
     return b_s
+
+
+@kernel
+def sight(
+    o_position,
+    seq_len,
+    causal,
+    p_spans,
+    spans,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    CLAMP_SPANS: tl.constexpr,
+):
+    """The first and the last key that the queries at o_position see, like o_position a number or [M].
+
+    A query sees all keys between the two: where a mask is a union, its parts meet at the query's own position. Both
+    grow with the position, so that the first and the last row of a tile bound what the tile sees.
+
+    CAUSAL: 0 for none, 1 for all requests, 2 where `causal` is true. WINDOW: tokens to the left of the query, and to
+    its right where it is not causal, that it still sees, -1 for all. p_spans: `spans` pairs int32 of first and last
+    token, of spans in which queries see the whole span, those with CLAMP_SPANS only its part inside the window. A
+    causal row at a negative position, as padding rows are, sees nothing.
+    """
+    b_first = o_position * 0
+    b_last = b_first + (seq_len - 1)
+    if WINDOW >= 0:
+        b_first = tl.maximum(o_position - WINDOW, 0)
+        b_last = tl.minimum(o_position + WINDOW, seq_len - 1)
+    if CAUSAL == 1:
+        b_last = tl.minimum(o_position, seq_len - 1)
+    if CAUSAL == 2:
+        b_last = tl.where(causal, tl.minimum(o_position, seq_len - 1), b_last)
+    if HAS_SPANS:
+        for span in tl.range(0, spans):
+            begin = tl.load(p_spans + span * 2)
+            end = tl.minimum(tl.load(p_spans + span * 2 + 1), seq_len - 1)
+            m_inside = (begin <= o_position) & (o_position <= end)
+            b_last = tl.where(m_inside, tl.maximum(b_last, end), b_last)
+            if not CLAMP_SPANS:
+                b_first = tl.where(m_inside, tl.minimum(b_first, begin), b_first)
+    return b_first, b_last
 
 
 @kernel
 def visible(o_position, o_key, kv_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Mask [M, N]: does the query at o_position [M] see the key at o_key [N]?
 
-    WINDOW: tokens to the left of the query that it still sees, -1 for all. A causal row at a negative position, as
-    padding rows are, sees nothing.
+    For kernels without spans, with the rule of `sight`: a causal row at a negative position sees nothing.
     """
     m_visible = tl.broadcast_to((o_key < kv_len)[None, :], o_position.shape[0], o_key.shape[0])
     if CAUSAL:
         m_visible = m_visible & (o_key[None, :] <= o_position[:, None])
     if WINDOW >= 0:
         m_visible = m_visible & (o_key[None, :] + WINDOW >= o_position[:, None])
+        if not CAUSAL:
+            m_visible = m_visible & (o_key[None, :] <= o_position[:, None] + WINDOW)
     return m_visible
 
 
@@ -82,6 +129,17 @@ def add_sink(b_m, b_l, b_acc, b_sink):
 def natural_lse(b_m, b_l):
     """log(sum(exp(score))) [M] in natural units; -inf for rows that saw no key."""
     return tl.where(b_l > 0.0, (b_m + tl.log2(tl.where(b_l > 0.0, b_l, 1.0))) * LN_2, float("-inf"))
+
+
+@kernel
+def quantise(b_out, p_scale, HAS_OUT_SCALE: tl.constexpr, OUT_LARGEST: tl.constexpr):
+    """Output [M, D] as it is stored: over its scale, and within the range of a float8 type (OUT_LARGEST > 0)."""
+    if HAS_OUT_SCALE:
+        b_out = tl.div_rn(b_out, tl.zeros_like(b_out) + tl.load(p_scale))
+    if OUT_LARGEST > 0:
+        # a NaN stays a NaN, an overflow must not become one
+        b_out = tl.clamp(b_out, -OUT_LARGEST, OUT_LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return b_out
 
 
 @kernel

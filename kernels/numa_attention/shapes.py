@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+CONTIGUOUS = 0  # page size of keys and values that lie in a row, without pages
 MAX_HEAD_DIM = 256
 
 
@@ -18,8 +20,11 @@ class UnsupportedShape(ValueError):
 class LayerShape:
     """Heads, sizes and types of one attention layer.
 
-    dtype: of queries and output. kv_dtype: of the cache as kernels view it. page_size: tokens a page. window: tokens to
-    the left of a query position that it still sees, -1 for all (vLLM's sliding_window w is a window of w - 1).
+    dtype: of queries and output, where a call does not quantise them. kv_dtype: of the cache as kernels view it.
+    page_size: tokens a page; CONTIGUOUS where keys and values are no cache but the step's own tokens in a row, as an
+    encoder's. window: tokens to the left of a query position that it still sees, and to its right where attention is
+    not causal, -1 for all (vLLM's sliding_window w is a window of w - 1). general: whether calls or steps ask for what
+    only the general kernels take (see `attention.GENERAL`).
     """
 
     q_heads: int
@@ -30,6 +35,7 @@ class LayerShape:
     kv_dtype: torch.dtype
     page_size: int
     window: int = -1
+    general: bool = False
 
     @property
     def group(self) -> int:
@@ -48,7 +54,7 @@ class LayerShape:
                 raise UnsupportedShape(
                     f"{name} {size} is not supported: it must be a multiple of 8 up to {MAX_HEAD_DIM}."
                 )
-        if self.page_size % 16 or self.page_size < 16:
+        if self.page_size % 16 or self.page_size < 0:
             raise UnsupportedShape(
                 f"page size {self.page_size} is not supported: it must be a multiple of 16 tokens."
             )

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from numa_attention.jit import kernel
 from numa_attention.paged import page_rows
-from numa_attention.scores import safe_max, score_tile, visible
+from numa_attention.scores import safe_max, score_tile
 
 
 @kernel
@@ -17,6 +17,8 @@ def walk(
     b_acc,  # [M, DV]
     b_slope,  # [M]
     o_position,  # [M]
+    b_first,  # [M]
+    b_last,  # [M]
     p_k,  # [1, D]
     p_v,  # [1, DV]
     p_table,
@@ -24,7 +26,6 @@ def walk(
     key_high,
     tile_begin,
     tile_end,
-    seq_len,
     scale,
     soft_cap,
     k_page_stride,
@@ -37,17 +38,20 @@ def walk(
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Fold KV tiles [tile_begin, tile_end) into the softmax state (m, l, acc) of one query tile."""
+    """Fold KV tiles [tile_begin, tile_end) into the softmax state (m, l, acc) of one query tile.
+
+    Its rows see the keys from b_first (0 for all unless HAS_FIRST) to b_last, together those of [key_low, key_high);
+    without MASKED every row sees every key of the tiles.
+    """
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
-    ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    ONE_PAGE: tl.constexpr = PAGE_SIZE > 0 and PAGE_SIZE % BLOCK_N == 0
     for tile in tl.range(tile_begin, tile_end):
         start = tile * BLOCK_N
         o_key = start + o_n
@@ -64,7 +68,10 @@ def walk(
         b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
         b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP, HAS_ALIBI)
         if MASKED:
-            b_s = tl.where(visible(o_position, o_key, seq_len, CAUSAL, WINDOW), b_s, float("-inf"))
+            m_seen = o_key[None, :] <= b_last[:, None]
+            if HAS_FIRST:
+                m_seen = m_seen & (o_key[None, :] >= b_first[:, None])
+            b_s = tl.where(m_seen, b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_safe = safe_max(b_m_new) if MASKED else b_m_new
         b_p = tl.exp2(b_s - b_safe[:, None])

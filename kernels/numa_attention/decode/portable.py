@@ -13,7 +13,7 @@ import triton.language as tl
 
 from numa_attention.jit import kernel
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
-from numa_attention.scores import add_sink, natural_lse, normalise, safe_max
+from numa_attention.scores import add_sink, natural_lse, normalise, quantise, safe_max, sight
 from numa_attention.shapes import LayerShape
 from numa_attention.variants import Variant, next_power_of_2
 from numa_attention.walk import walk
@@ -26,17 +26,21 @@ def finish(
     b_acc,  # [M, DV]
     b_sink,  # [M]
     v_scale,
+    out_scale,
     p_out,  # [M, DV]
     p_lse,  # [M]
     m_row,  # [M]
     m_out,  # [M, DV]
     HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HAS_OUT_SCALE: tl.constexpr,
+    OUT_LARGEST: tl.constexpr,
 ):
     """Write the output and LSE of one unit from its whole softmax state."""
     if HAS_SINK:
         b_m, b_l, b_acc = add_sink(b_m, b_l, b_acc, b_sink)
-    tl.store(p_out, (normalise(b_acc, b_l) * v_scale).to(p_out.dtype.element_ty), mask=m_out)
+    b_out = quantise(normalise(b_acc, b_l) * v_scale, out_scale, HAS_OUT_SCALE, OUT_LARGEST)
+    tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_out)
     if HAS_LSE:
         tl.store(p_lse, natural_lse(b_m, b_l), mask=m_row)
 
@@ -150,7 +154,7 @@ def merge_parts(
     return b_m, b_l, b_acc
 
 
-@kernel(do_not_specialize_on_alignment=ANY_ALIGNMENT)
+@kernel(do_not_specialize=["span_count"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def decode_kernel(
     ranges,  # int32 [workgroups, 2]
     items,  # int32 [capacity, 8]
@@ -167,10 +171,15 @@ def decode_kernel(
     seq_lens,
     sinks,
     alibi_slopes,
+    causal_flags,  # int32 [R], read with CAUSAL 2
+    spans,  # int32 [R, span_count, 2]
+    q_scale,
     k_scale,
     v_scale,
+    out_scale,
     scale,
     soft_cap,
+    span_count,
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -194,11 +203,16 @@ def decode_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    CLAMP_SPANS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HAS_Q_SCALE: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_OUT_SCALE: tl.constexpr,
+    OUT_LARGEST: tl.constexpr,
     DOMAINS: tl.constexpr,
     FAN_IN: tl.constexpr,
     PARTS: tl.constexpr,
@@ -216,6 +230,8 @@ def decode_kernel(
     else:
         qk_scale = scale
         v_factor = 1.0
+    if HAS_Q_SCALE:
+        qk_scale = qk_scale * tl.load(q_scale)
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
@@ -247,6 +263,8 @@ def decode_kernel(
             mask=m_q,
             other=0.0,
         )
+        if HAS_Q_SCALE:
+            b_q = b_q.to(tl.float16)  # which holds every number of the float8 types
         if HAS_ALIBI:
             b_slope = tl.load(alibi_slopes + o_head, mask=m_row, other=0.0)
         else:
@@ -258,38 +276,44 @@ def decode_kernel(
         p_table = block_table + request * block_table_stride
         p_k = k_pages + kv_head * k_head_stride + o_d[None, :]
         p_v = v_pages + kv_head * v_head_stride + o_dv[None, :]
-        # tiles that every row sees whole need no mask: those between the left edge of the last query's window and
-        # the first query
-        key_low = 0
-        interior_begin = tile_begin
-        interior_end = tile_end
-        if WINDOW >= 0:
-            key_low = tl.maximum(seq_len - query_len - WINDOW, 0)
-            interior_begin = (tl.maximum(seq_len - 1 - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
-        if CAUSAL:
-            interior_end = (seq_len - query_len + 1) // BLOCK_N
-        else:
-            interior_end = seq_len // BLOCK_N
-        interior_end = tl.minimum(tl.maximum(interior_end, tile_begin), tile_end)
+        causal = CAUSAL == 1
+        if CAUSAL == 2:
+            causal = tl.load(causal_flags + request) != 0
+        p_spans = spans
+        if HAS_SPANS:
+            p_spans = spans + request * (span_count * 2)
+        key_low, all_see_last = sight(
+            seq_len - query_len, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
+        )
+        all_see_low, key_last = sight(
+            seq_len - 1, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
+        )
+        b_first, b_last = sight(
+            o_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
+        )
+        key_high = key_last + 1
+        # tiles that every row sees whole need no mask
+        interior_end = tl.minimum(tl.maximum((all_see_last + 1) // BLOCK_N, tile_begin), tile_end)
+        interior_begin = (all_see_low + BLOCK_N - 1) // BLOCK_N
         interior_begin = tl.minimum(tl.maximum(interior_begin, tile_begin), interior_end)
         if WINDOW >= 0:
             b_m, b_l, b_acc = walk(
-                b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, seq_len,
-                tile_begin, interior_begin, seq_len, qk_scale, soft_cap,
+                b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+                tile_begin, interior_begin, qk_scale, soft_cap,
                 k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, True,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, True,
             )  # fmt: skip
         b_m, b_l, b_acc = walk(
-            b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, seq_len,
-            interior_begin, interior_end, seq_len, qk_scale, soft_cap,
+            b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+            interior_begin, interior_end, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, False,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, False,
         )  # fmt: skip
         b_m, b_l, b_acc = walk(
-            b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, seq_len,
-            interior_end, tile_end, seq_len, qk_scale, soft_cap,
+            b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+            interior_end, tile_end, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, True,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, True,
         )  # fmt: skip
 
         whole = splits == 1
@@ -350,7 +374,10 @@ def decode_kernel(
             )
             p_lse = lse + o_token * lse_token_stride + o_head * lse_head_stride
             m_out = m_row[:, None] & (o_dv < HEAD_DIM_V)[None, :]
-            finish(b_m, b_l, b_acc, b_sink, v_factor, p_out, p_lse, m_row, m_out, HAS_SINK, HAS_LSE)
+            finish(
+                b_m, b_l, b_acc, b_sink, v_factor, out_scale, p_out, p_lse, m_row, m_out,
+                HAS_SINK, HAS_LSE, HAS_OUT_SCALE, OUT_LARGEST,
+            )  # fmt: skip
 
 
 MERGE_REGISTERS = 16  # float32 values of one part that a thread holds where four parts are in flight

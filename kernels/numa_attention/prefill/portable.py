@@ -13,11 +13,14 @@ import triton.language as tl
 
 from numa_attention.jit import kernel
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher
-from numa_attention.scores import add_sink, natural_lse, normalise
+from numa_attention.scores import add_sink, natural_lse, normalise, quantise, sight
 from numa_attention.walk import walk
 
 
-@kernel(do_not_specialize=["first_request"], do_not_specialize_on_alignment=["tiles", *ANY_ALIGNMENT])
+@kernel(
+    do_not_specialize=["first_request", "span_count"],
+    do_not_specialize_on_alignment=["tiles", *ANY_ALIGNMENT],
+)
 def prefill_kernel(
     tiles,  # int32 [workgroups, 4]: request, KV head, query block
     first_request,
@@ -31,10 +34,15 @@ def prefill_kernel(
     seq_lens,
     sinks,
     alibi_slopes,
+    causal_flags,  # int32 [R], read with CAUSAL 2
+    spans,  # int32 [R, span_count, 2]
+    q_scale,
     k_scale,
     v_scale,
+    out_scale,
     scale,
     soft_cap,
+    span_count,
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -58,11 +66,16 @@ def prefill_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    CLAMP_SPANS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HAS_Q_SCALE: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_OUT_SCALE: tl.constexpr,
+    OUT_LARGEST: tl.constexpr,
 ):
     p_tile = tiles + tl.program_id(0).to(tl.int64) * 4
     listed = tl.load(p_tile)
@@ -80,6 +93,14 @@ def prefill_kernel(
         else:
             qk_scale = scale
             v_factor = 1.0
+        if HAS_Q_SCALE:
+            qk_scale = qk_scale * tl.load(q_scale)
+        causal = CAUSAL == 1
+        if CAUSAL == 2:
+            causal = tl.load(causal_flags + request) != 0
+        p_spans = spans
+        if HAS_SPANS:
+            p_spans = spans + request * (span_count * 2)
         o_m = tl.arange(0, BLOCK_M)
         o_d = tl.arange(0, BLOCK_D)
         o_dv = tl.arange(0, BLOCK_DV)
@@ -95,6 +116,8 @@ def prefill_kernel(
             mask=m_row[:, None] & (o_d < HEAD_DIM)[None, :],
             other=0.0,
         )
+        if HAS_Q_SCALE:
+            b_q = b_q.to(tl.float16)  # which holds every number of the float8 types
         if HAS_ALIBI:
             b_slope = tl.load(alibi_slopes + o_head, mask=m_row, other=0.0)
         else:
@@ -103,21 +126,21 @@ def prefill_kernel(
         # the first and last query token of this tile bound the keys it sees, and those that all its rows see
         first_position = context_len + block * BLOCK_M // GROUP
         last_position = context_len + tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
-        key_high = seq_len
-        all_see_high = seq_len
-        if CAUSAL:
-            key_high = tl.minimum(last_position + 1, seq_len)
-            all_see_high = tl.minimum(first_position + 1, seq_len)
-        # rows past the last query are masked like the rest: they see nothing in masked tiles and are never written
-        key_low = 0
-        tile_low = 0
-        tile_interior = 0
-        if WINDOW >= 0:
-            key_low = tl.maximum(first_position - WINDOW, 0)
-            tile_low = key_low // BLOCK_N
-            tile_interior = (tl.maximum(last_position - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
+        key_low, all_see_last = sight(
+            first_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
+        )
+        all_see_low, key_last = sight(
+            last_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
+        )
+        # rows past the last query are masked like the rest and never written
+        b_first, b_last = sight(
+            o_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
+        )
+        key_high = key_last + 1
+        tile_low = key_low // BLOCK_N
+        tile_interior = (all_see_low + BLOCK_N - 1) // BLOCK_N
         tile_high = (key_high + BLOCK_N - 1) // BLOCK_N
-        tile_diagonal = tl.maximum(all_see_high // BLOCK_N, tile_low)
+        tile_diagonal = tl.maximum((all_see_last + 1) // BLOCK_N, tile_low)
         tile_interior = tl.minimum(tl.maximum(tile_interior, tile_low), tile_diagonal)
 
         b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -128,24 +151,24 @@ def prefill_kernel(
         p_v = v_pages + kv_head * v_head_stride + o_dv[None, :]
         if WINDOW >= 0:
             b_m, b_l, b_acc = walk(
-                b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, key_high,
-                tile_low, tile_interior, seq_len, qk_scale, soft_cap,
+                b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+                tile_low, tile_interior, qk_scale, soft_cap,
                 k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, True,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, True,
             )  # fmt: skip
             # rows that have seen no key yet meet the interior with m = -inf; there every real row sees every key
             tile_low = tile_interior
         b_m, b_l, b_acc = walk(
-            b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, key_high,
-            tile_low, tile_diagonal, seq_len, qk_scale, soft_cap,
+            b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+            tile_low, tile_diagonal, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, False,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, False,
         )  # fmt: skip
         b_m, b_l, b_acc = walk(
-            b_q, b_m, b_l, b_acc, b_slope, o_position, p_k, p_v, p_table, key_low, key_high,
-            tile_diagonal, tile_high, seq_len, qk_scale, soft_cap,
+            b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+            tile_diagonal, tile_high, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, True,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, True,
         )  # fmt: skip
         # which rows these are is read and computed again: kept, it would take registers during the walk
         o_row = tl.load(p_tile + 2, volatile=True) * BLOCK_M + o_m
@@ -156,9 +179,10 @@ def prefill_kernel(
         if HAS_SINK:
             b_sink = tl.load(sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32)
             b_m, b_l, b_acc = add_sink(b_m, b_l, b_acc, b_sink)
+        b_out = quantise(normalise(b_acc, b_l) * v_factor, out_scale, HAS_OUT_SCALE, OUT_LARGEST)
         tl.store(
             out + o_token[:, None] * out_token_stride + o_head[:, None] * out_head_stride + o_dv[None, :],
-            (normalise(b_acc, b_l) * v_factor).to(out.dtype.element_ty),
+            b_out.to(out.dtype.element_ty),
             mask=m_row[:, None] & (o_dv < HEAD_DIM_V)[None, :],
         )
         if HAS_LSE:

@@ -1,0 +1,108 @@
+"""Float8 caches, queries and outputs: each type, scales far from 1, saturation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.kernel_step import check, make_planner, run, step_of
+from tests.support import make_paged_case
+
+kernels = pytest.mark.parametrize("kernels", ("triton", "torch"))
+TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+types = pytest.mark.parametrize("kv_dtype", TYPES, ids=str)
+QUERY_LENS, SEQ_LENS = [1, 1, 40], [70, 300, 130]
+
+
+def scale(value: float, device) -> torch.Tensor:
+    return torch.tensor([value], device=device)
+
+
+def skip_unless_computed_here(kv_dtype: torch.dtype, kernels: str, device) -> None:
+    """fnuz is gfx942's; Triton's interpreter knows it from 3.9 on."""
+    if kv_dtype != torch.float8_e4m3fnuz or kernels == "torch":
+        return
+    import triton
+
+    if device.type == "cuda" and torch.version.hip is None:
+        pytest.skip("NVIDIA GPUs do not convert e4m3fnuz")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+        pytest.skip("the interpreter of this Triton does not know e4m3fnuz")
+
+
+@kernels
+@types
+def test_cache(kernels, kv_dtype, device):
+    skip_unless_computed_here(kv_dtype, kernels, device)
+    case = make_paged_case(QUERY_LENS, SEQ_LENS, dtype=torch.bfloat16, kv_dtype=kv_dtype, device=device)
+    check(case, kernels=kernels, num_decodes=2, k_scale=scale(0.7, device), v_scale=scale(1.6, device))
+
+
+@kernels
+@types
+def test_queries(kernels, kv_dtype, device):
+    skip_unless_computed_here(kv_dtype, kernels, device)
+    case = make_paged_case(
+        QUERY_LENS, SEQ_LENS, q_heads=6, dtype=torch.bfloat16, kv_dtype=kv_dtype, device=device
+    )
+    case.q = (case.q.float() / 0.37).to(kv_dtype)
+    check(
+        case, kernels=kernels, num_decodes=2, q_scale=scale(0.37, device), k_scale=scale(0.7, device),
+        v_scale=scale(1.6, device),
+    )  # fmt: skip
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("out_scale", [0.013, 1.0, 300.0])
+def test_output(kernels, dtype, out_scale, device):
+    """0.013 drives some numbers past the largest one, 300 all of them near the smallest."""
+    case = make_paged_case(QUERY_LENS, SEQ_LENS, dtype=dtype, device=device)
+    case.v_pages.mul_(10)
+    check(case, kernels=kernels, num_decodes=2, out_scale=scale(out_scale, device))
+
+
+@kernels
+@types
+def test_output_over_a_float8_cache(kernels, kv_dtype, device):
+    skip_unless_computed_here(kv_dtype, kernels, device)
+    case = make_paged_case(QUERY_LENS, SEQ_LENS, dtype=torch.bfloat16, kv_dtype=kv_dtype, device=device)
+    check(
+        case, kernels=kernels, num_decodes=2, k_scale=scale(0.7, device), v_scale=scale(1.6, device),
+        out_scale=scale(0.02, device),
+    )  # fmt: skip
+
+
+@kernels
+def test_a_row_without_keys_is_zero_in_float8_too(kernels, device):
+    case = make_paged_case([1, 3], [0, 3], device=device)
+    for num_decodes in (0, 1):
+        schedule = make_planner(case, kernels=kernels, general=True).plan(step_of(case, num_decodes))
+        out, lse = run(case, schedule, scale=1.0, out_scale=scale(0.5, device))
+        assert (out[0].float() == 0.0).all() and (lse[0] == -math.inf).all()
+        assert out.float().isfinite().all()
+
+
+REFUSED = {
+    "give out_scale for a float8 output": {"out": torch.float8_e4m3fn},
+    "out is torch.bfloat16": {"out_scale": 1.0},
+    "q_scale is for float8 queries over a float8 cache; got torch.bfloat16": {"q_scale": 1.0},
+    "planned for q torch.bfloat16": {"q": torch.float8_e4m3fn},
+}
+
+
+@kernels
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_scales_and_types_that_do_not_fit_are_refused(kernels, sentence, device):
+    from numa_attention.attention import attend
+
+    case = make_paged_case([1], [20], dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, device=device)
+    schedule = make_planner(case, kernels=kernels, general=True).plan(step_of(case, 1))
+    one = scale(1.0, device)
+    call = {"q": case.q, "out": case.poisoned_output(), "k_scale": one, "v_scale": one, "scale": 1.0}
+    for name, value in REFUSED[sentence].items():
+        call[name] = call[name].to(value) if isinstance(value, torch.dtype) else one
+    with pytest.raises(ValueError, match=sentence):
+        attend(k_pages=case.k_pages, v_pages=case.v_pages, schedule=schedule, **call)
