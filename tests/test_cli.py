@@ -125,6 +125,27 @@ def test_doctor_knows_the_oldest_triton(version, wrong):
     assert bool(report.problems) == wrong
 
 
+@pytest.mark.parametrize(
+    ("chosen", "version", "device", "words"),
+    [
+        ({}, None, "MI300X", "all kernels are ours"),
+        ({}, "0.1.7", "MI300X", "--block-size 128"),
+        ({"aiter": "never"}, "0.1.7", "MI355X", "not used: NUMA_SWIZZLE_AITER=never"),
+        ({"mapping": "head-first"}, "0.1.7", "MI300X", "NUMA_SWIZZLE_MAPPING"),
+        ({"aiter": "always"}, "0.1.7", "MI300X", "wherever it can run"),
+        ({"aiter": "always"}, "0.1.7", "MI450", None),
+    ],
+)
+def test_doctor_says_when_aiter_is_taken(chosen, version, device, words):
+    from numa_attention.topology import pretend
+    from vllm_numa_backend import settings
+
+    report = doctor.Report(packages={"amd-aiter": version}, kernels="triton")
+    doctor.explain_aiter(report, pretend(device), settings.Settings(**chosen))
+    assert len(report.notes) == (words is not None)
+    assert words is None or words in report.notes[0]
+
+
 @pytest.mark.parametrize("on_rocm", [True, False])
 def test_doctor_tells_the_two_aiters_apart(on_rocm, monkeypatch):
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -66,6 +67,7 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
         chosen = settings.current()
         max_requests, max_tokens = self._largest_batch()
         planners: dict[tuple[int, int], Planner] = {}
+        features = features_of(layers[name].impl for name in self.layer_names)
         for layer in (layers[name] for name in self.layer_names):
             if layer.impl.schedule_key in planners:
                 continue
@@ -79,6 +81,8 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
                 max_decode_query=self.reorder_batch_threshold,
                 kernels=chosen.kernels,
                 mapping=chosen.mapping,
+                aiter=chosen.aiter,
+                features=features,
             )
         return planners
 
@@ -127,6 +131,22 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
         """Capture on the shortest sequences, the new tokens alone: the graph holds for any length."""
         common_attn_metadata.seq_lens.fill_(common_attn_metadata.max_query_len)
         return self.build(0, common_attn_metadata)
+
+
+def features_of(impls: Iterable[Any]) -> frozenset[str]:
+    """What the calls of any of these layers have, as `aiter_adapter.why_not` names it."""
+    found = set()
+    for impl in impls:
+        found |= {
+            name
+            for name, used in (
+                ("sinks", impl.sinks is not None),
+                ("alibi", impl.alibi_slopes is not None),
+                ("soft_cap", impl.soft_cap > 0.0),
+            )
+            if used
+        }
+    return frozenset(found)
 
 
 def layer_shape(layer: Any, kv_cache_spec: Any, default_dtype: torch.dtype) -> LayerShape:

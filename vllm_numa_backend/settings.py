@@ -40,6 +40,13 @@ TABLE = (
         ("auto", "block-first", "swizzled-block-first", "head-first", "swizzled-head-first"),
         "how workgroups are placed on NUMA domains: auto (from the GQA shape and the device) or one mapping",
     ),
+    Setting(
+        "NUMA_SWIZZLE_AITER",
+        ("auto", "never", "always"),
+        "AMD's own kernels (amd-aiter) on MI300X and MI355X, where installed: auto (prefill that its assembly kernel "
+        "takes: bfloat16, head_dim 128, pages of a multiple of 128 tokens), never, or always (decode too, and whatever "
+        "else it can run)",
+    ),
 )
 
 
@@ -49,6 +56,7 @@ class Settings:
 
     kernels: str = "auto"
     mapping: str | None = None
+    aiter: str = "auto"
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:
@@ -63,6 +71,7 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         kernels=values["NUMA_SWIZZLE_KERNELS"],
         mapping=None if mapping == "auto" else mapping,
+        aiter=values["NUMA_SWIZZLE_AITER"],
     )
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from numa_attention import aiter_adapter
 from numa_attention.schedule import Schedule, StepBatch
 from numa_attention.shapes import CONTIGUOUS, FLOAT8, LayerShape
 
@@ -194,6 +195,10 @@ def kernel_of(name: str):
             from numa_attention.decode.portable import decode as function
         elif name == "portable-prefill":
             from numa_attention.prefill.portable import prefill as function
+        elif name == aiter_adapter.DECODE:
+            function = aiter_adapter.decode
+        elif name == aiter_adapter.PREFILL:
+            function = aiter_adapter.prefill
         elif name == "torch-decode":
             from numa_attention.torch_walk import decode as function
         elif name == "torch-prefill":

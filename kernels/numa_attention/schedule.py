@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from numa_attention import aiter_adapter
 from numa_attention.decode import work_list
 from numa_attention.jit import resolve
 from numa_attention.machine.dispatch import MIN_TILES
@@ -61,7 +62,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class DecodeSchedule:
-    """Work list and workspace of the decode launch; see `decode/work_list.py`.
+    """Work list and workspace of the decode launch; see `decode/work_list.py`. Other kernels than ours ignore both.
 
     arrivals int32 [2, 2 * workgroups]: parts that have arrived, by level and slot; zero between launches.
     partial_acc float32 [2 * workgroups, block_m, block_dv], partial_ml float32 [2 * workgroups, 2, block_m].
@@ -73,14 +74,21 @@ class DecodeSchedule:
     arrivals: torch.Tensor
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
+    one: torch.Tensor | None = None  # float32 [1]: a scale for kernels that want one
 
 
 @dataclass(frozen=True)
 class PrefillSchedule:
-    """Tile list of the prefill launch, int32 [workgroups, 4]; see `prefill/tile_list.py`."""
+    """Tile list of the prefill launch, int32 [workgroups, 4]; see `prefill/tile_list.py`.
+
+    query_starts, key_starts: int32 [prefilling requests + 1], where each request's queries and keys begin if they are
+    laid one after the other; made for kernels other than ours.
+    """
 
     variant: Variant
     tiles: torch.Tensor
+    query_starts: torch.Tensor | None = None
+    key_starts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,8 @@ class Planner:
     max_requests, max_tokens: the most requests and query tokens a step has. max_decode_query: the most query tokens a
     request may have and still be a decode (1 + speculated tokens). kernels: "auto", "triton", "torch" or "interpret".
     mapping: one of `mapping.MAPPINGS`, None for the variant's own. topology: another device than the detected one.
+    aiter: "auto", "never" or "always" use AMD's own kernels; features: what the layer's calls have, of "sinks",
+    "alibi", "soft_cap" and "lse"; see `aiter_adapter`.
 
     Raises UnsupportedShape, ValueError (kernels that cannot run on the device, an unknown mapping, a limit below 1) or
     MissingTriton.
@@ -117,6 +127,8 @@ class Planner:
         kernels: str = "auto",
         mapping: str | None = None,
         topology: Topology | None = None,
+        aiter: str = "never",
+        features: frozenset[str] = frozenset(),
     ):
         shape.check()
         if mapping is not None:
@@ -136,12 +148,17 @@ class Planner:
         self.max_tokens = max_tokens
         self.max_decode_query = max_decode_query
         topology = topology or detect(self.device)
-        self.decode_variant = choose_decode(shape, topology, self.kernels, max_decode_query, mapping)
-        self.prefill_variant = choose_prefill(shape, topology, self.kernels, mapping)
+        self.decode_variant = choose_decode(
+            shape, topology, self.kernels, max_decode_query, mapping, aiter=aiter, features=features
+        )
+        self.prefill_variant = choose_prefill(
+            shape, topology, self.kernels, mapping, aiter=aiter, features=features
+        )
         self.row_blocks = -(-shape.group * max_decode_query // self.decode_variant.block_m)
         self.decode_buffers = self._make_decode_buffers()
         self._seq_lens = torch.empty(max_requests, dtype=torch.int32, device=self.device)
         self._causal = torch.empty(max_requests, dtype=torch.int32, device=self.device)
+        self._starts = torch.zeros(2, max_requests + 1, dtype=torch.int32, device=self.device)
         self._prefix = torch.empty(max_requests + 1, dtype=torch.int32, device=self.device)
         tiles = shape.kv_heads * (max_tokens * shape.group // self.prefill_variant.block_m + max_requests)
         self._tiles = torch.empty(tiles, 4, dtype=torch.int32, device=self.device)
@@ -162,6 +179,7 @@ class Planner:
             arrivals=torch.zeros(2, 2 * workgroups, dtype=torch.int32, device=self.device),
             partial_acc=empty(2 * workgroups, block_m, block_dv, dtype=torch.float32),
             partial_ml=empty(2 * workgroups, 2, block_m, dtype=torch.float32),
+            one=torch.ones(1, dtype=torch.float32, device=self.device),
         )
 
     def plan(self, batch: StepBatch) -> Schedule:
@@ -214,6 +232,8 @@ class Planner:
 
     def _plan_decode(self, batch: StepBatch) -> DecodeSchedule:
         number, plan, shape = batch.num_decodes, self.decode_buffers, self.shape
+        if self.decode_variant.name == aiter_adapter.DECODE:
+            return plan
         options = dict(
             kv_heads=shape.kv_heads,
             row_blocks=self.row_blocks,
@@ -254,6 +274,8 @@ class Planner:
         tokens = int(query_lens.sum())
         if tokens > self.max_tokens:
             raise ValueError(f"a step of {tokens} prefilled tokens exceeds max_tokens={self.max_tokens}")
+        if variant.name == aiter_adapter.PREFILL:
+            return self._plan_prefill_by_starts(batch)
         tiles = self._tiles[:workgroups]
         longest_first = batch.causal is not False
         if self.kernels == "triton":
@@ -282,3 +304,11 @@ class Planner:
             )
             tiles[:, :3] = torch.from_numpy(rows)
         return PrefillSchedule(variant, tiles)
+
+    def _plan_prefill_by_starts(self, batch: StepBatch) -> PrefillSchedule:
+        """The starts of queries and keys, computed on the device."""
+        first, requests = batch.num_decodes, batch.num_requests - batch.num_decodes
+        query_starts, key_starts = self._starts[:, : requests + 1].unbind()
+        torch.sub(batch.query_start_loc[first:], batch.query_start_loc[first], out=query_starts)
+        torch.cumsum(batch.seq_lens[first:], 0, dtype=torch.int32, out=key_starts[1:])
+        return PrefillSchedule(self.prefill_variant, self._tiles[:0], query_starts, key_starts)

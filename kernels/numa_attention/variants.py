@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from numa_attention import aiter_adapter
 from numa_attention.machine import dispatch
 from numa_attention.machine.machines import Machine, like
 from numa_attention.shapes import LayerShape
@@ -40,6 +41,9 @@ class Variant:
 
     def describe(self) -> str:
         """One line for the log: kernel, tile, mapping."""
+        if self.name in (aiter_adapter.DECODE, aiter_adapter.PREFILL):
+            package = f"{aiter_adapter.DISTRIBUTION} {aiter_adapter.installed()}"
+            return f"variant {self.name}: {package}, its own tile and mapping"
         grid = f", {self.workgroups} workgroups, splits merged by the last arriver" if self.workgroups else ""
         return (
             f"variant {self.name}, tile {self.block_m} x {self.block_n}{grid}, "
@@ -152,9 +156,21 @@ def next_power_of_2(value: int) -> int:
 
 
 def choose_prefill(
-    shape: LayerShape, topology: Topology, kernels: str, mapping: str | None = None
+    shape: LayerShape,
+    topology: Topology,
+    kernels: str,
+    mapping: str | None = None,
+    *,
+    aiter: str = "never",
+    features: frozenset[str] = frozenset(),
 ) -> Variant:
-    """The prefill variant for a layer shape. kernels: "triton" or "torch"."""
+    """The prefill variant for a layer shape. kernels: "triton" or "torch". aiter, features: see `aiter_adapter`.
+
+    A mapping that is asked for keeps to the kernels that have it.
+    """
+    own = kernels != "triton" or mapping is not None
+    if not own and aiter_adapter.chosen("prefill", shape, topology, aiter, features):
+        return Variant(aiter_adapter.PREFILL, "prefill", 128, 128, 4, 1, 0, "block-first", 1)
     tile = _tile(PREFILL_TILES, shape, topology)
     if kernels == "torch":
         tile = replace(tile, rows=TORCH_BLOCK_M)
@@ -174,9 +190,21 @@ def choose_prefill(
 
 
 def choose_decode(
-    shape: LayerShape, topology: Topology, kernels: str, max_decode_query: int, mapping: str | None = None
+    shape: LayerShape,
+    topology: Topology,
+    kernels: str,
+    max_decode_query: int,
+    mapping: str | None = None,
+    *,
+    aiter: str = "never",
+    features: frozenset[str] = frozenset(),
 ) -> Variant:
-    """The decode variant for a layer shape and the most query tokens a decoding request has."""
+    """The decode variant for a layer shape and the most query tokens a decoding request has; see `choose_prefill`."""
+    own = kernels != "triton" or mapping is not None
+    if not own and aiter_adapter.chosen(
+        "decode", shape, topology, aiter, features, max_decode_query=max_decode_query
+    ):
+        return Variant(aiter_adapter.DECODE, "decode", 16, aiter_adapter.PARTITION, 4, 1, 1, "block-first", 1)
     rows = min(max(next_power_of_2(shape.group * max_decode_query), MIN_DOT_ROWS), DECODE_MAX_ROWS)
     tile = _tile(DECODE_TILES, shape, topology, rows)
     name = "portable-decode" if kernels == "triton" else "torch-decode"

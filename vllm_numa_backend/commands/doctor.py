@@ -191,8 +191,6 @@ def check_aiter(report: Report) -> None:
             "run: pip uninstall aiter && pip install --pre amd-aiter"
         )
         (report.problems if on_rocm else report.notes).append(message)
-    if on_rocm and report.packages["amd-aiter"] is None:
-        report.notes.append("amd-aiter is not installed: it is optional.")
 
 
 def find_device(report: Report, name: str | None) -> Topology:
@@ -238,15 +236,42 @@ def choose(report: Report, device: Topology, chosen: settings.Settings | None, p
         if not any(row.variable in problem for row in settings.TABLE for problem in report.problems):
             report.problems.append(str(error))
         return
+    explain_aiter(report, device, chosen)
     for model, q_heads, kv_heads, head_dim in EXAMPLE_SHAPES:
         shape = LayerShape(
             q_heads, kv_heads, head_dim, head_dim, torch.bfloat16, torch.bfloat16, page_size=16
         )
-        decode = choose_decode(shape, device, report.kernels, 1, chosen.mapping)
-        prefill = choose_prefill(shape, device, report.kernels, chosen.mapping)
+        decode = choose_decode(shape, device, report.kernels, 1, chosen.mapping, aiter=chosen.aiter)
+        prefill = choose_prefill(shape, device, report.kernels, chosen.mapping, aiter=chosen.aiter)
         report.choices.append(
             Choice(model, q_heads, kv_heads, head_dim, decode.describe(), prefill.describe())
         )
+
+
+def explain_aiter(report: Report, device: Topology, chosen: settings.Settings) -> None:
+    """On a device that AMD's kernels are for, say when they are taken."""
+    from numa_attention import aiter_adapter
+
+    if device.generation not in aiter_adapter.GENERATIONS or report.kernels != "triton":
+        return
+    version = report.packages["amd-aiter"]
+    if version is None:
+        report.notes.append(
+            "amd-aiter is not installed: all kernels are ours. It is optional: pip install --pre amd-aiter"
+        )
+    elif chosen.aiter == "never" or chosen.mapping is not None:
+        why = (
+            "NUMA_SWIZZLE_AITER=never" if chosen.aiter == "never" else "NUMA_SWIZZLE_MAPPING names a mapping"
+        )
+        report.notes.append(f"amd-aiter {version} is installed and not used: {why}.")
+    elif chosen.aiter == "auto":
+        report.notes.append(
+            f"amd-aiter {version}: its prefill is taken for bfloat16, head_dim 128 and pages of a multiple of "
+            f"{aiter_adapter.PREFILL_PAGE_MULTIPLE} tokens (vllm serve --block-size 128); the choices shown are for "
+            "pages of 16."
+        )
+    else:
+        report.notes.append(f"amd-aiter {version}: taken wherever it can run (NUMA_SWIZZLE_AITER=always).")
 
 
 def show(console: Console, report: Report) -> None:
