@@ -103,6 +103,13 @@ def test_doctor_explains_another_device():
     assert report["problems"] == []
 
 
+def test_doctor_names_the_kernels_of_gfx1250():
+    result = run("doctor", "--device", "gfx1250", "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for choice in json.loads(result.stdout)["choices"]:
+        assert choice["decode"].startswith("variant cdna5-decode (four-stage), tile 16 x 32, "), choice
+
+
 def test_doctor_names_a_wrong_setting_once():
     result = run("doctor", "--json", NUMA_SWIZZLE_MAPPING="sideways")
     assert result.returncode == 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from numa_attention import portable_launch
+from numa_attention.decode import cdna5
 from numa_attention.decode import portable as decode
 from numa_attention.prefill import portable as prefill
 from numa_attention.shapes import LayerShape
@@ -132,6 +133,11 @@ def test_calls_that_differ_compile_again(change):
             decode.constants,
         ),
         (prefill.prefill_kernel, ["tiles", "first_request"], lambda shape, variant: {}),
+        (
+            cdna5.decode_kernel,
+            ["ranges", "items", "arrivals", "partial_acc", "partial_ml"],
+            lambda shape, variant: cdna5.constants(shape, dataclasses.replace(variant, form="single")),
+        ),
     ],
 )
 def test_constants_are_handed_over_in_the_order_in_which_kernels_declare_them(kernel, own, own_constants):

@@ -67,6 +67,28 @@ def kernel(fn: Callable | None = None, **options):
     return triton.jit(fn, **options)
 
 
+def gluon_entry(kernel, target: str = "gfx1250"):
+    """A `@gluon.jit` kernel as launch code takes it: itself, or in the Gluon interpreter where `interpreting()`.
+
+    target: the generation that the interpreter pretends to be.
+    """
+    if interpreting():
+        from numa_attention.testing import interpret
+
+        return interpret(kernel, target=target)
+    return kernel
+
+
+def triton_release() -> tuple[int, int] | None:
+    """Major and minor number of the Triton that would run, None where there is none."""
+    try:
+        version = importlib.import_module("triton").__version__
+    except ImportError:
+        return None
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
 def resolve(kernels: str, device: torch.device) -> str:
     """Turn a `kernels` argument into what really runs on `device`: "triton" or "torch".
 

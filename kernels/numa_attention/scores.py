@@ -135,7 +135,9 @@ def natural_lse(b_m, b_l):
 def quantise(b_out, p_scale, HAS_OUT_SCALE: tl.constexpr, OUT_LARGEST: tl.constexpr):
     """Output [M, D] as it is stored: over its scale, and within the range of a float8 type (OUT_LARGEST > 0)."""
     if HAS_OUT_SCALE:
-        b_out = tl.div_rn(b_out, tl.zeros_like(b_out) + tl.load(p_scale))
+        out_scale = tl.load(p_scale)
+        # div_rn wants two tensors, and Gluon has no zeros_like
+        b_out = tl.div_rn(b_out, tl.where(b_out < 0.0, out_scale, out_scale))
     if OUT_LARGEST > 0:
         # a NaN stays a NaN, an overflow must not become one
         b_out = tl.clamp(b_out, -OUT_LARGEST, OUT_LARGEST, propagate_nan=tl.PropagateNan.ALL)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from numa_attention import aiter_adapter
+from numa_attention.decode import cdna5_variant
+from numa_attention.jit import triton_release
 from numa_attention.machine import dispatch
 from numa_attention.machine.machines import Machine, like
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import MAX_HEAD_DIM, LayerShape
 from numa_attention.topology import Topology
 
 MIN_DOT_ROWS = 16  # the fewest rows a matrix instruction of any generation takes
@@ -21,7 +23,8 @@ class Variant:
 
     block_m: rows of the packed GQA tile (query positions x query heads of one KV head). block_n: KV tokens a tile.
     workgroups: workgroups of a decode launch, 0 for prefill, whose grid follows the step. mapping, domains: which
-    workgroup takes which tile.
+    workgroup takes which tile. form: how a kernel that has several overlaps copies, products and the softmax.
+    instead_of: the generation's own kernel that cannot run the layer, and why.
     """
 
     name: str
@@ -33,6 +36,8 @@ class Variant:
     workgroups: int
     mapping: str
     domains: int
+    form: str = ""
+    instead_of: str = ""
 
     @property
     def domains_used(self) -> int:
@@ -45,9 +50,11 @@ class Variant:
             package = f"{aiter_adapter.DISTRIBUTION} {aiter_adapter.installed()}"
             return f"variant {self.name}: {package}, its own tile and mapping"
         grid = f", {self.workgroups} workgroups, splits merged by the last arriver" if self.workgroups else ""
+        form = f" ({self.form})" if self.form else ""
+        instead = f"; {self.instead_of}" if self.instead_of else ""
         return (
-            f"variant {self.name}, tile {self.block_m} x {self.block_n}{grid}, "
-            f"mapping {self.mapping} over {self.domains} domain{'s' if self.domains != 1 else ''}"
+            f"variant {self.name}{form}, tile {self.block_m} x {self.block_n}{grid}, "
+            f"mapping {self.mapping} over {self.domains} domain{'s' if self.domains != 1 else ''}{instead}"
         )
 
 
@@ -206,8 +213,14 @@ def choose_decode(
     ):
         return Variant(aiter_adapter.DECODE, "decode", 16, aiter_adapter.PARTITION, 4, 1, 1, "block-first", 1)
     rows = min(max(next_power_of_2(shape.group * max_decode_query), MIN_DOT_ROWS), DECODE_MAX_ROWS)
-    tile = _tile(DECODE_TILES, shape, topology, rows)
-    name = "portable-decode" if kernels == "triton" else "torch-decode"
+    obstacle = _cdna5_obstacle(shape, topology, kernels)
+    if obstacle is None:
+        cdna5 = cdna5_variant.tile_of(shape)
+        name, form, buffers = "cdna5-decode", cdna5.form, cdna5_variant.FORMS.index(cdna5.form) + 1
+        tile = Tile(MAX_HEAD_DIM, rows, cdna5.block_n, rows // MIN_DOT_ROWS, buffers)  # a warp has 16 rows
+    else:
+        name, form = "portable-decode" if kernels == "triton" else "torch-decode", ""
+        tile = _tile(DECODE_TILES, shape, topology, rows)
     domains = topology.dispatch_domains
     tile_bytes = tile.block_n * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
     workgroups = topology.compute_units
@@ -226,4 +239,13 @@ def choose_decode(
         -(-workgroups // domains) * domains,
         mapping or dispatch.DECODE_MAPPING,
         domains,
+        form,
+        f"cdna5-decode {obstacle}" if obstacle else "",
     )
+
+
+def _cdna5_obstacle(shape: LayerShape, topology: Topology, kernels: str) -> str | None:
+    """Why the gfx1250 decode kernel does not run a layer: None if it does, "" on devices that it is not for."""
+    if topology.generation != "gfx1250" or kernels != "triton":
+        return ""
+    return cdna5_variant.why_not(shape, triton_release())

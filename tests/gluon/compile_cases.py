@@ -5,7 +5,6 @@ A script of its own, because the tests' process interprets Triton's library. Eac
 
 import contextlib
 import json
-import math
 import re
 from collections import Counter
 
@@ -14,10 +13,7 @@ import test_gluon_language as language
 import torch
 
 from numa_attention import gluon_compat
-from numa_attention.decode import cdna5
 from numa_attention.testing.capture import compiling_for
-from tests.kernel_step import make_planner, step_of
-from tests.support import make_paged_case
 
 
 class CompileOnly:
@@ -33,33 +29,6 @@ class CompileOnly:
             compiled.extend(result for _, result in captured)
 
         return launch
-
-
-def decode_case(form: str, kv_dtype: torch.dtype, page_size: int = 64) -> None:
-    case = make_paged_case(
-        [1, 1],
-        [700, 300],
-        q_heads=16,
-        page_size=page_size,
-        head_dim=128,
-        dtype=torch.bfloat16,
-        kv_dtype=kv_dtype,
-    )
-    schedule = make_planner(case, kernels="torch").plan(step_of(case, 2))
-    lse = torch.full(case.q.shape[:2], math.nan)
-    scales = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)} if kv_dtype != torch.bfloat16 else {}
-    grid, arguments, constants = cdna5.launch_of(
-        case.q,
-        case.k_pages,
-        case.v_pages,
-        case.poisoned_output(),
-        schedule,
-        scale=0.1,
-        form=form,
-        lse=lse,
-        **scales,
-    )
-    CompileOnly(cdna5.decode_kernel)[grid](*arguments, **constants)
 
 
 def language_case(test, *parameters):
@@ -85,12 +54,6 @@ if gluon_compat.HAS_CLUSTERS:
     runs["tma multicast"] = cases.tma_multicast
 if gluon_compat.exchanges_between_ctas("sm_90"):
     runs["sum over a cluster"] = lambda: cases.tma_multicast(split=(0, 1))
-if gluon_compat.VERSION >= (3, 7):
-    for form in cdna5.FORMS:
-        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-            name = f"decode {form} {'bf16' if dtype == torch.bfloat16 else 'fp8'}"
-            runs[name] = lambda form=form, dtype=dtype: decode_case(form, dtype)
-    runs["decode small pages"] = lambda: decode_case("four-stage", torch.bfloat16, 16)
 
 for name, test, *parameters in (
     ("control flow", language.test_control_flow),

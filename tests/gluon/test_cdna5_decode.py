@@ -8,140 +8,230 @@ import math
 import pytest
 import torch
 
-from numa_attention import gluon_compat, reference
-from numa_attention.decode import cdna5
-from numa_attention.shapes import UnsupportedShape
-from numa_attention.testing import interpret
+from numa_attention import attention, gluon_compat
+from numa_attention.decode import cdna5, cdna5_variant
+from numa_attention.shapes import LayerShape
 from numa_attention.testing.gluon import OutOfBounds, Race, Refused
-from tests.kernel_step import make_planner, step_of, test_topology
-from tests.support import LAYOUTS, assert_close, make_paged_case
+from numa_attention.topology import pretend
+from numa_attention.variants import choose_decode
+from tests.gluon.cdna5_step import (
+    bf16_case,
+    check_decode,
+    decode_planner,
+    interpreted,
+    small_mi450,
+    splits_of,
+)
+from tests.kernel_step import check, run, step_of
+from tests.support import LAYOUTS, make_paged_case
 
 forms = pytest.mark.parametrize("form", cdna5.FORMS)
-
-
-def check(case, form: str, *, workgroups: int = 5, window: int = -1, seed: int = 0, debug=False, **options):
-    """Run a decode step of all requests and compare output and LSE; returns the schedule."""
-    topology = test_topology(case.q.device, workgroups=workgroups, domains=1)
-    max_query = int(case.query_start_loc.diff().max())
-    planner = make_planner(
-        case, window=window, kernels="triton", topology=topology, max_decode_query=max_query
-    )
-    schedule = planner.plan(step_of(case, len(case.seq_lens)))
-    options.setdefault("scale", case.q.shape[2] ** -0.5)
-    out = case.poisoned_output()
-    lse = torch.full((out.shape[1], out.shape[0]), math.nan).T
-    grid, arguments, constants = cdna5.launch_of(
-        case.q, case.k_pages, case.v_pages, out, schedule, form=form, lse=lse, **options
-    )
-    interpret(cdna5.decode_kernel)[grid](*arguments, **constants, seed=seed, debug=debug)
-    factors = {name: 1.0 if options.get(name) is None else options[name] for name in ("k_scale", "v_scale")}
-    expected, expected_lse = reference.attention(*case.arguments(), window=window, **{**options, **factors})
-    assert_close(out, expected)
-    seen = expected_lse.isfinite()
-    assert torch.equal(lse == -math.inf, ~seen)
-    assert not seen.any() or (lse.double() - expected_lse)[seen].abs().max() < 2e-2
-    assert not schedule.decode.arrivals.any(), "the counters must be zero again"
-    return schedule
-
-
-def splits_of(schedule) -> torch.Tensor:
-    ranges, items = schedule.decode.ranges, schedule.decode.items
-    return torch.stack([items[f + n, 6] for f, count in ranges.tolist() for n in range(count)])
-
-
-def bf16_case(*arguments, **options):
-    return make_paged_case(*arguments, dtype=torch.bfloat16, **options)
 
 
 @forms
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
 def test_split_and_whole_units(form, kv_dtype):
-    case = bf16_case([1, 1, 1], [1, 150, 300], kv_dtype=kv_dtype, page_size=32)
+    case = bf16_case([1, 1], [1, 500], q_heads=2, kv_heads=1, kv_dtype=kv_dtype, page_size=64)
     scales = {}
     if kv_dtype != torch.bfloat16:
         scales = {"k_scale": torch.tensor([0.7]), "v_scale": torch.tensor([1.6])}
-    schedule = check(case, form, debug=form == "four-stage", **scales)
+    schedule = check_decode(case, form=form, debug=form == "four-stage", **scales)
     assert splits_of(schedule).max() > 1 and splits_of(schedule).min() == 1
 
 
-@pytest.mark.parametrize(("form", "page_size"), [(form, 128) for form in cdna5.FORMS] + [("four-stage", 48)])
-def test_page_sizes(form, page_size):
-    check(bf16_case([1, 1], [65, 250], page_size=page_size, q_heads=2, kv_heads=1), form)
+def test_the_dispatcher_runs_it():
+    """The whole way, as the plugin goes it, without a stand-in for anything but the device."""
+    case = bf16_case([1, 1], [70, 300], page_size=64)
+    options = {"topology": small_mi450(4, domains=4)}
+    check(case, kernels="triton", num_decodes=2, planner_options=options)
+    assert attention.ran["cdna5-decode"] == 1
+
+
+@pytest.mark.parametrize("page_size", [16, 48])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+def test_page_sizes(page_size, kv_dtype):
+    case = bf16_case([1], [150], page_size=page_size, q_heads=2, kv_heads=1, kv_dtype=kv_dtype)
+    check_decode(case)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cache_layouts_at_head_dim_128(layout):
-    check(bf16_case([1], [130], layout=layout, head_dim=128, page_size=64), "four-stage", workgroups=3)
+    check_decode(bf16_case([1], [90], layout=layout, head_dim=128, page_size=64), units=1)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_splits_are_merged_in_two_levels_by_whoever_is_last(seed):
-    case = bf16_case([1], [2500], q_heads=2, kv_heads=1, page_size=64)
-    schedule = check(case, "two-stage", workgroups=20, seed=seed)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(40, 40), (112, 112), (192, 128), (256, 256)])
+def test_head_sizes(head_dim, head_dim_v):
+    case = bf16_case([1], [70], q_heads=2, kv_heads=1, head_dim=head_dim, head_dim_v=head_dim_v, page_size=64)
+    check_decode(case, units=1)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype"),
+    [(64, torch.float8_e4m3fn), (128, torch.float8_e5m2), (256, torch.float8_e4m3fn)],
+    ids=["d64-e4m3", "d128-e5m2", "d256-e4m3"],
+)
+def test_float8_keeps_the_accuracy_of_bfloat16(head_dim, kv_dtype):
+    """Queries whose rows and elements differ by orders of magnitude, as a cut into few bits would show."""
+    case = bf16_case([2], [140], q_heads=6, kv_heads=2, head_dim=head_dim, kv_dtype=kv_dtype, page_size=64)
+    size = torch.exp2(torch.randint(-12, 1, (2, 6, 1)).float()) * torch.exp2(
+        torch.randint(-4, 1, (head_dim,))
+    )
+    case.q *= size.to(torch.bfloat16)
+    check_decode(case, units=1, scale=1.0 if head_dim == 64 else 0.3)
+
+
+def test_float8_keeps_many_small_probabilities():
+    """One key takes most of the weight, and its value is small: what the others add up to is the result."""
+    case = bf16_case([1], [2000], q_heads=1, kv_heads=1, kv_dtype=torch.float8_e4m3fn, page_size=128)
+    case.q.fill_(0.125)
+    pages = case.block_table[0].long()
+    keys, values = (cache[pages].flatten(0, 1)[:2000].float() for cache in (case.k_pages, case.v_pages))
+    keys *= 0.5
+    keys[100] = 1.625  # its score is 64 * 0.125 * 1.625 = 13: the others weigh about e^-13, less than 2^-18
+    values = values.abs()
+    values[100] = 0.0
+    token = torch.arange(2000)
+    for cache, rows in ((case.k_pages, keys), (case.v_pages, values)):
+        cache[pages[token // 128], token % 128] = rows.to(cache.dtype)
+    check_decode(case, units=1, scale=1.0)
+
+
+def test_float16():
+    case = make_paged_case([1, 1], [70, 190], dtype=torch.float16, page_size=64)
+    check_decode(case)
+
+
+def test_splits_are_merged_in_two_levels_by_whoever_is_last():
+    case = bf16_case([1], [1150], q_heads=2, kv_heads=1, page_size=32)
+    schedule = check_decode(case, form="two-stage", units=9, block_n=32)
     assert splits_of(schedule).max() > cdna5.FAN_IN
 
 
-@pytest.mark.parametrize(("form", "window"), [(form, 33) for form in cdna5.FORMS] + [("four-stage", 0)])
+@pytest.mark.parametrize(("form", "window"), [("two-stage", 33), ("four-stage", 33), ("four-stage", 0)])
 def test_window_reads_nothing_left_of_it(form, window):
-    case = bf16_case([1, 1], [30, 200], q_heads=2, kv_heads=1)
-    for request, length in enumerate([30, 200]):
+    case = bf16_case([1, 1], [30, 150], q_heads=2, kv_heads=1)
+    for request, length in enumerate([30, 150]):
         token = torch.arange(max(length - 1 - window, 0))
         for cache in (case.k_pages, case.v_pages):
             cache[case.block_table[request].long()[token // 16], token % 16] = math.nan
-    check(case, form, window=window)
+    check_decode(case, form=form, window=window)
 
 
-def test_several_query_tokens_and_a_wide_group():
-    schedule = check(bf16_case([3, 1, 3], [100, 63, 3], q_heads=24, kv_heads=2), "four-stage")
-    assert schedule.decode.variant.block_m == 64, "four warps"
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+def test_several_query_tokens_and_a_wide_group(kv_dtype):
+    case = bf16_case([3, 3], [90, 3], q_heads=12, kv_heads=1, kv_dtype=kv_dtype, page_size=64)
+    schedule = check_decode(case)
+    assert schedule.decode.variant.block_m == 64 and schedule.decode.variant.num_warps == 4
 
 
-@forms
-def test_soft_cap_sinks_and_alibi(form):
-    case = bf16_case([1, 1], [70, 150], q_heads=6, kv_heads=2)
+def test_group_of_64_in_two_row_blocks():
+    check_decode(bf16_case([2], [90], q_heads=64, kv_heads=1, page_size=64))
+
+
+def test_soft_cap_sinks_and_alibi():
+    case = bf16_case([1, 1], [30, 90], q_heads=3, kv_heads=1, page_size=64)
     random = torch.Generator().manual_seed(1)
-    sinks, slopes = (torch.randn(6, generator=random) for _ in range(2))
-    check(case, form, soft_cap=3.0, sinks=sinks, alibi_slopes=slopes.abs() * 0.1)
+    sinks, slopes = (torch.randn(3, generator=random) for _ in range(2))
+    check_decode(case, soft_cap=3.0, sinks=sinks, alibi_slopes=slopes.abs() * 0.1)
 
 
-@forms
-def test_requests_without_keys_or_queries(form):
-    check(bf16_case([1, 0, 1, 0], [70, 0, 0, 0], q_heads=2, kv_heads=1), form)
+def test_requests_without_keys_or_queries():
+    check_decode(bf16_case([1, 0, 1, 0], [70, 0, 0, 0], q_heads=2, kv_heads=1, page_size=64))
+
+
+@pytest.mark.parametrize("window", [-1, 20])
+def test_bidirectional(window):
+    check_decode(bf16_case([3], [70], q_heads=2, kv_heads=1, page_size=64), causal=False, window=window)
+
+
+def test_masks_by_request_and_square_roots():
+    case = bf16_case([3, 3], [70, 40], q_heads=2, kv_heads=1, page_size=64)
+    check_decode(
+        case,
+        general=True,
+        window=25,
+        causal=torch.tensor([1, 0], dtype=torch.int32),
+        spans=torch.tensor([[[10, 68]], [[38, 39]]], dtype=torch.int32),
+        alibi_slopes=torch.tensor([0.1, 0.2]),
+        alibi_sqrt=True,
+    )
+
+
+def test_float8_queries_and_output():
+    case = bf16_case([2], [70], q_heads=2, kv_heads=1, kv_dtype=torch.float8_e4m3fn, page_size=64)
+    case.q = case.q.to(torch.float8_e4m3fn)
+    scales = {name: torch.tensor([0.7]) for name in ("q_scale", "k_scale", "v_scale")}
+    check_decode(case, general=True, **scales)
+    check_decode(case, general=True, **scales, out_scale=torch.tensor([0.02]))
 
 
 def test_scores_stay_in_their_lanes():
     """The layouts make the move of probabilities from the first product to the second one free."""
     # convert_layout(assert_trivial=True) in the kernel is the check: another layout of the result must fail it
     case = bf16_case([1], [20], q_heads=2, kv_heads=1)
-    schedule = make_planner(case, kernels="triton").plan(step_of(case, 1))
-    grid, arguments, constants = cdna5.launch_of(
-        case.q, case.k_pages, case.v_pages, case.poisoned_output(), schedule, scale=1.0
-    )
-    constants["ACC"] = gluon_compat.wmma_layout(1, 1, cdna5.WMMA, transposed=False)
-    with pytest.raises(Refused, match="is not trivial"):
-        interpret(cdna5.decode_kernel)[grid](*arguments, **constants)
+    schedule = decode_planner(case).plan(step_of(case, 1))
+    untransposed = gluon_compat.wmma_layout(1, 1, (16, 16, 32), transposed=False)
+    with (
+        interpreted(cdna5._launch, cdna5.decode_kernel, ACC=untransposed),
+        pytest.raises(Refused, match="is not trivial"),
+    ):
+        run(case, schedule, scale=1.0)
 
 
 def test_too_few_buffers_are_found():
     case = bf16_case([1], [200], q_heads=2, kv_heads=1)
-    schedule = make_planner(case, kernels="triton").plan(step_of(case, 1))
-    grid, arguments, constants = cdna5.launch_of(
-        case.q, case.k_pages, case.v_pages, case.poisoned_output(), schedule, scale=1.0
-    )
-    constants["BUFFERS"] = 2
-    with pytest.raises(OutOfBounds, match=r"of 2 buffers, at cdna5\.py:\d+ in decode_kernel"):
-        interpret(cdna5.decode_kernel)[grid](*arguments, **constants)
+    schedule = decode_planner(case).plan(step_of(case, 1))
+    with (
+        interpreted(cdna5._launch, cdna5.decode_kernel, BUFFERS=2),
+        pytest.raises(OutOfBounds, match=r"of 2 buffers, at cdna5\.py:\d+ in decode_kernel"),
+    ):
+        run(case, schedule, scale=1.0)
 
 
-def test_layers_for_other_kernels():
-    case = bf16_case([1], [20], head_dim=80)
-    schedule = make_planner(case, kernels="triton").plan(step_of(case, 1))
-    with pytest.raises(UnsupportedShape, match="decode/portable.py"):
-        cdna5.launch_of(case.q, case.k_pages, case.v_pages, case.q, schedule, scale=1.0)
-    case = bf16_case([1], [20])
-    schedule = make_planner(case, kernels="triton").plan(step_of(case, 1))
-    with pytest.raises(ValueError, match="single, two-stage, four-stage"):
-        cdna5.launch_of(case.q, case.k_pages, case.v_pages, case.q, schedule, scale=1.0, form="three")
+def shape(dtype=torch.bfloat16, kv_dtype=torch.bfloat16, head_dim=128, page_size=64) -> LayerShape:
+    return LayerShape(8, 1, head_dim, head_dim, dtype, kv_dtype, page_size)
+
+
+@pytest.mark.parametrize(
+    ("layer", "because"),
+    [
+        (shape(torch.float32, torch.float32), "float16 and bfloat16, not float32"),
+        (shape(kv_dtype=torch.float16), "not float16"),
+        (shape(kv_dtype=torch.float8_e4m3fnuz), "not float8_e4m3fnuz"),
+        (shape(page_size=0), "paged caches"),
+        (shape(head_dim=16), "head sizes from 17"),
+        (shape(kv_dtype=torch.float8_e4m3fn, head_dim=32), "head sizes from 33"),
+    ],
+)
+def test_other_layers_go_to_the_portable_kernel_and_the_log_says_why(layer, because):
+    variant = choose_decode(layer, pretend("gfx1250"), "triton", 1)
+    assert variant.name == "portable-decode"
+    assert f"; cdna5-decode takes {because}" in variant.describe() or because in variant.describe()
+
+
+@pytest.mark.parametrize(("release", "found"), [((3, 6), "found 3.6"), (None, "found none")])
+def test_older_releases_of_triton(release, found, monkeypatch):
+    monkeypatch.setattr("numa_attention.variants.triton_release", lambda: release)
+    variant = choose_decode(shape(), pretend("gfx1250"), "triton", 1)
+    assert variant.name == "portable-decode"
+    assert f"; cdna5-decode needs Triton 3.7 or later, {found}" in variant.describe()
+
+
+def test_other_devices_are_not_told_of_it():
+    for device in ("gfx942", "gfx950", "sm_90", "sm_100"):
+        variant = choose_decode(shape(), pretend(device), "triton", 1)
+        assert "cdna5" not in variant.describe()
+    assert choose_decode(shape(), pretend("gfx1250"), "torch", 1).name == "torch-decode"
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 528])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_requests_ahead_stay_below_what_the_compiler_lets_be_under_way(page_size, kv_dtype):
+    for head_dim in (64, 80, 128, 256):
+        tile = cdna5_variant.tile_of(shape(kv_dtype=kv_dtype, head_dim=head_dim, page_size=page_size))
+        copies = cdna5_variant.copies_of(page_size, tile.block_n)
+        assert tile.form == ("four-stage" if 5 * copies <= 11 else "two-stage")
+        assert tile.block_n % cdna5_variant.chunk_of(page_size, tile.block_n) == 0
 
 
 @pytest.mark.parametrize(
@@ -165,11 +255,10 @@ def test_mistakes_in_the_pipeline_are_found(form, right, wrong, tmp_path):
     specification = importlib.util.spec_from_file_location("wrong_decode", tmp_path / "wrong_decode.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    case = bf16_case([1], [200], q_heads=2, kv_heads=1, page_size=64)
-    topology = test_topology(case.q.device, workgroups=1, domains=1)
-    schedule = make_planner(case, kernels="triton", topology=topology).plan(step_of(case, 1))
-    grid, arguments, constants = module.launch_of(
-        case.q, case.k_pages, case.v_pages, case.poisoned_output(), schedule, scale=1.0, form=form
-    )
-    with pytest.raises(Race, match=r"wrong_decode\.py:\d+"):
-        interpret(module.decode_kernel)[grid](*arguments, **constants)
+    case = bf16_case([1], [300], q_heads=2, kv_heads=1, page_size=128)
+    schedule = decode_planner(case, form=form, units=1, block_n=64).plan(step_of(case, 1))
+    with (
+        interpreted(cdna5._launch, module.decode_kernel),
+        pytest.raises(Race, match=r"wrong_decode\.py:\d+"),
+    ):
+        run(case, schedule, scale=1.0)

@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from numa_attention import gluon_compat
 from numa_attention.jit import SETTING
 
 ROOT = Path(__file__).parents[2]
 
 
 pytestmark = pytest.mark.slow
-needs_decode = pytest.mark.skipif(
-    gluon_compat.VERSION < (3, 7), reason="Triton 3.6 cannot assemble the kernel"
-)
 
 
 @pytest.fixture(scope="module")
@@ -58,29 +54,3 @@ def test_what_sm90_runs(reports):
     for name in ("tma gemm", "tma attention"):
         assert count(reports[name], "wgmma.mma_async")
     assert count(reports["warp specialisation"], "setmaxnreg")
-
-
-@needs_decode
-@pytest.mark.parametrize("form", ["single", "two-stage", "four-stage"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_decode_on_gfx1250(reports, form, dtype):
-    report = reports[f"decode {form} {dtype}"]
-    assert report["spills"] == 0 and report["scratch"] == 0
-    assert report["shared"] <= 320 << 10
-    assert count(report, "tensor_load_to_lds"), "TDM copies keys and values"
-    assert count(report, "global_load_b128") <= 64, "and nothing else does"
-    assert count(report, "v_wmma_f32_16x16x32_bf16") >= 16
-    assert count(report, "ds_load_tr"), "values are transposed on their way out of LDS"
-    assert count(report, "ds_store") == count(report, "ds_store_b32") <= 2, (
-        "the probabilities never go through LDS, only the number of an arrival does in some releases"
-    )
-    assert not count(report, "ds_bpermute"), "nor from lane to lane"
-
-
-@needs_decode
-def test_decode_with_small_pages(reports):
-    report = reports["decode small pages"]
-    assert report["spills"] == 0
-    assert count(report, "tensor_load_to_lds") >= 4 * count(
-        reports["decode four-stage bf16"], "tensor_load_to_lds"
-    )

@@ -182,6 +182,12 @@ def test_what_variant_names_is_what_a_planner_launches(run, line, phase):
     assert answer["domains_per_acc"] == max(map(len, owners.values()))
 
 
+def test_variant_names_the_kernels_of_gfx1250(run):
+    line = "variant --q-heads 64 --kv-heads 2 --phase decode --batch 64 --context 4096 --device gfx1250"
+    code, out, _ = run(line)
+    assert code == 0 and "variant cdna5-decode (four-stage)" in out
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -108,7 +108,7 @@ def compiling_for(generation: str) -> Iterator[list[tuple[str, CompiledKernel]]]
         triton.runtime.driver.set_active(active)
 
 
-def compile_call(call: Call, generation: str, step: str, **tile: int) -> list[Compiled]:
+def compile_call(call: Call, generation: str, step: str, **tile: int | str) -> list[Compiled]:
     """Compile every kernel that one step of a layer's call launches.
 
     step: one of STEPS. tile: fields of the variant to be replaced, such as block_n or num_warps.

@@ -19,7 +19,14 @@ from triton.compiler import CompiledKernel
 AMD_KINDS = {
     "mfma": r"v_s?mfma\w*",
     "wmma": r"v_s?wmma\w*",
+    "float8 wmma": r"v_s?wmma\w*_(fp8|bf8|f8f6f4)",
     "async copy": r"(tensor_load_to_lds|global_load_async_to_lds|global_load_lds|buffer_load\S+ .*\blds\b)",
+    "tensor copy": r"tensor_load_to_lds",
+    "tensor wait": r"s_wait_tensorcnt",
+    "tensor wait for less than all": r"s_wait_tensorcnt (0x)?0*[1-9a-f]",
+    "cluster barrier": r"s_barrier_(signal|wait) -3",
+    "LDS store": r"ds_store",
+    "move between lanes through LDS": r"ds_b?permute",
     "wide load": r"(global|buffer|flat)_load_(dwordx4|b128)(?! .*\blds\b)",
     "transposed read": r"(ds_read_\w*_tr_|ds_load_tr|global_load_tr)",
     "atomic": r"(global|flat|buffer)_atomic",
@@ -143,7 +150,9 @@ def _inspect_amd(kernel: CompiledKernel, shared_bytes: int) -> tuple[Resources, 
     shared = kernel.metadata.shared
     occupancy = number("; Occupancy:")
     if shared:
-        occupancy = min(occupancy, shared_bytes // shared * kernel.metadata.num_warps // SIMDS_PER_UNIT)
+        wavefronts = shared_bytes // shared * kernel.metadata.num_warps
+        # of the fullest SIMD, where a workgroup has fewer wavefronts than a unit has SIMDs
+        occupancy = min(occupancy, -(-wavefronts // SIMDS_PER_UNIT))
     resources = Resources(
         registers=number(r"\.vgpr_count:"),
         spills=number(r"\.vgpr_spill_count:"),

@@ -82,7 +82,7 @@ class Report:
         return f"spills: {used.spills} ({where}), {used.scratch} bytes of scratch a thread"
 
 
-def reports(generation: str, calls: list[tuple[Call, str]], **tile: int) -> Iterator[Report]:
+def reports(generation: str, calls: list[tuple[Call, str]], **tile: int | str) -> Iterator[Report]:
     """Compile each (call, step) for a generation. tile: fields of the variant to be replaced."""
     topology = pretend(generation)
     for call, step in calls:
@@ -131,8 +131,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def _tile(text: str) -> dict[str, int]:
-    return {name: int(value) for name, value in (part.split("=") for part in text.split(","))}
+def _tile(text: str) -> dict[str, int | str]:
+    fields = (part.split("=") for part in text.split(","))
+    return {name: int(value) if value.isdigit() else value for name, value in fields}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -144,7 +145,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--subset", action="store_true", help="a few common layers")
     parser.add_argument("--only", default="", help='layers whose name contains this, such as "d256 g8"')
     parser.add_argument("--step", action="append", choices=("decode", "prefill", "plan", "write"))
-    parser.add_argument("--tile", type=_tile, default={}, help="try another tile: block_n=128,num_warps=8")
+    parser.add_argument(
+        "--tile", type=_tile, default={}, help="try another tile: block_n=128,num_warps=8, or form=single"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     options = parser.parse_args(arguments)
     faulty = 0

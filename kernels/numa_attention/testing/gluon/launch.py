@@ -53,9 +53,10 @@ class InterpretedGluonKernel:
     def __getitem__(self, grid) -> Callable:
         """`grid`: workgroups (clusters, where num_ctas > 1) along up to three axes, or a function of the arguments."""
 
-        def launch(*arguments, num_warps=4, num_ctas=1, seed=0, debug=True, **named) -> None:
+        def launch(*arguments, num_warps=4, num_ctas=1, num_stages=0, seed=0, debug=True, **named) -> None:
             """Run all workgroups one after the other, in an order that `seed` chooses like all other chance.
 
+            `num_stages` says nothing to Gluon, whose kernels are pipelined by hand.
             `debug=False` leaves out device assertions and the check of 32-bit arithmetic for overflow.
             Raises GluonFault where the kernel is wrong.
             """

@@ -1,0 +1,84 @@
+"""Which layers the gfx1250 decode kernel takes, and with which tiles; imports neither Triton nor the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from numa_attention.shapes import CONTIGUOUS, LayerShape
+
+FORMS = ("single", "two-stage", "four-stage")
+OLDEST_TRITON = (3, 7)  # 3.6 cannot assemble it
+TILE_BYTES = (
+    16 << 10
+)  # of keys, and of values: three of both leave room for a second workgroup in 320 KB of LDS
+MAX_BLOCK_N = 128
+# TDM requests under way at a time: the compiler waits before it lets another one begin
+MAX_REQUESTS = 11
+REQUESTS_AHEAD = 5  # tiles of keys or values that the four-stage form has under way
+
+
+@dataclass(frozen=True)
+class Cdna5Tile:
+    """KV tokens of a tile, and the form of the pipeline."""
+
+    block_n: int
+    form: str
+
+
+def why_not(shape: LayerShape, triton: tuple[int, int] | None) -> str | None:
+    """What keeps a layer from this kernel under a release of Triton (None: it is not installed); None if nothing."""
+    if triton is None or triton < OLDEST_TRITON:
+        found = "none" if triton is None else f"{triton[0]}.{triton[1]}"
+        return f"needs Triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or later, found {found}"
+    if shape.page_size == CONTIGUOUS:
+        return "takes paged caches, not keys and values in a row"
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes queries in float16 and bfloat16, not {_short(shape.dtype)}"
+    if shape.kv_dtype not in (shape.dtype, torch.float8_e4m3fn, torch.float8_e5m2):
+        return (
+            f"takes caches in the query's type, float8_e4m3fn and float8_e5m2, not {_short(shape.kv_dtype)}"
+        )
+    shortest = 33 if shape.kv_dtype.itemsize == 1 else 17  # the depth of the instructions
+    if min(shape.head_dim, shape.head_dim_v) < shortest:
+        return f"takes head sizes from {shortest} on for a cache in {_short(shape.kv_dtype)}"
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _power_of_2(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def tile_of(shape: LayerShape) -> Cdna5Tile:
+    """The tile for a layer that the kernel takes."""
+    itemsize = shape.kv_dtype.itemsize
+    block_d = _power_of_2(max(shape.head_dim, shape.head_dim_v))
+    fewest = 64 if itemsize == 1 else 32  # the depth of the second product
+    block_n = max(min(TILE_BYTES // (block_d * itemsize), MAX_BLOCK_N), fewest)
+    while block_n > fewest and REQUESTS_AHEAD * copies_of(shape.page_size, block_n) > MAX_REQUESTS:
+        block_n //= 2
+    runs_ahead = REQUESTS_AHEAD * copies_of(shape.page_size, block_n) <= MAX_REQUESTS
+    # where requests are too small for two tiles ahead, a third buffer would only cost LDS
+    return Cdna5Tile(block_n, "four-stage" if runs_ahead else "two-stage")
+
+
+def chunk_of(page_size: int, block_n: int) -> int:
+    """Tokens of one TDM request: a power of two that divides the page and the tile, as large as can be."""
+    return min(page_size & -page_size, block_n)
+
+
+def copies_of(page_size: int, block_n: int) -> int:
+    """TDM requests of one tile of keys or of values."""
+    return block_n // chunk_of(page_size, block_n)
+
+
+def instruction_depth(shape: LayerShape, block_n: int) -> int:
+    """K of the WMMA instructions of both products."""
+    if shape.kv_dtype.itemsize == 2:
+        return 32
+    return min(128, block_n, *(_power_of_2(size) for size in (shape.head_dim, shape.head_dim_v)))

@@ -1,0 +1,102 @@
+"""Steps on a small pretended MI450, whose kernels the Gluon interpreter runs; what the tests of gfx1250 share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from numa_attention.decode import cdna5
+from numa_attention.portable_launch import LayerLauncher
+from numa_attention.schedule import Planner, Schedule
+from numa_attention.testing import interpret
+from numa_attention.topology import Topology, pretend
+from tests.kernel_step import check_planned, make_planner
+from tests.support import PagedCase, make_paged_case
+
+
+def small_mi450(units: int, domains: int = 1) -> Topology:
+    """Decode launches two workgroups a compute unit there."""
+    return dataclasses.replace(
+        pretend("gfx1250"), compute_units=units, domains=domains, dispatch_domains=domains
+    )
+
+
+class Interpreted:
+    """In place of a `jit.Launcher`: interprets under a seed, with some constants changed."""
+
+    def __init__(self, kernel, seed: int = 0, debug: bool = False, **changes) -> None:
+        self.kernel, self.options, self.changes = kernel, dict(seed=seed, debug=debug), changes
+        self.launches = 0
+
+    def __call__(self, key, grid, arguments, constants, options) -> None:
+        self.launches += 1
+        interpret(self.kernel)[grid](
+            *arguments, **constants | self.changes, num_warps=options["num_warps"], **self.options
+        )
+
+
+@contextmanager
+def interpreted(launcher: LayerLauncher, kernel, **options) -> Iterator[Interpreted]:
+    """Inside, `launcher` launches `kernel` as `Interpreted` does."""
+    with mock.patch.object(launcher, "_launch", Interpreted(kernel, **options)) as stand_in:
+        yield stand_in
+
+
+def decode_planner(
+    case: PagedCase,
+    *,
+    form: str | None = None,
+    units: int = 3,
+    domains: int = 1,
+    window: int = -1,
+    general: bool = False,
+    **fields,
+) -> Planner:
+    """A planner whose decode is that of gfx1250, in its own form or another one."""
+    planner = make_planner(
+        case,
+        window=window,
+        general=general,
+        kernels="triton",
+        topology=small_mi450(units, domains),
+        max_decode_query=max(int(case.query_start_loc.diff().max()), 1),
+    )
+    assert planner.decode_variant.name == "cdna5-decode", planner.decode_variant.describe()
+    if form is not None:
+        fields["form"] = form
+    variant = dataclasses.replace(planner.decode_variant, **fields)
+    planner.decode_variant = variant
+    planner.decode_buffers = dataclasses.replace(planner.decode_buffers, variant=variant)
+    return planner
+
+
+def mark_of(case: PagedCase) -> torch.dtype | None:
+    """Products with a float8 cache are as exact as bfloat16 has them, whatever the query's type."""
+    return torch.bfloat16 if case.k_pages.dtype.itemsize == 1 else None
+
+
+def check_decode(case: PagedCase, *, seed: int = 0, debug: bool = False, **options) -> Schedule:
+    """Decode all requests of a case and compare with the reference; returns the schedule."""
+    names = ("form", "units", "domains", "window", "general", "block_n")
+    chosen = {name: options.pop(name) for name in names if name in options}
+    planner = decode_planner(case, **chosen)
+    options["mark"] = mark_of(case)
+    with interpreted(cdna5._launch, cdna5.decode_kernel, seed=seed, debug=debug) as stand_in:
+        schedule = check_planned(case, planner, num_decodes=len(case.seq_lens), **options)
+    assert stand_in.launches == 1
+    assert not schedule.decode.arrivals.any(), "the counters must be zero again"
+    return schedule
+
+
+def splits_of(schedule: Schedule) -> torch.Tensor:
+    """The splits of each item of a work list."""
+    ranges, items = schedule.decode.ranges, schedule.decode.items
+    return torch.stack([items[f + n, 6] for f, count in ranges.tolist() for n in range(count)])
+
+
+def bf16_case(*arguments, **options) -> PagedCase:
+    return make_paged_case(*arguments, dtype=torch.bfloat16, **options)

@@ -1,0 +1,32 @@
+"""Compile the kernels for gfx1250 in the forms and types that they have; prints a report of each as JSON.
+
+A script of its own, because the tests' process interprets kernels. Arguments: "decode" or "prefill".
+"""
+
+import json
+import sys
+from dataclasses import asdict
+
+from numa_attention.decode.cdna5_variant import FORMS
+from numa_attention.testing.offline import reports
+from numa_attention.testing.offline_calls import E4M3, E5M2, make_call
+
+EVERYTHING = dict(window=127, sinks=True, soft_cap=True, alibi=True, lse=True)
+
+
+def decode_layers() -> dict[str, tuple[dict, dict]]:
+    """By name: a layer, and fields of its variant to be replaced."""
+    layers = {}
+    for form in FORMS:
+        layers[f"bf16 {form}"] = dict(page_size=64), dict(form=form)
+        layers[f"fp8 {form}"] = dict(page_size=128, group=64, float8=E4M3), dict(form=form)
+    layers["fp8 head_dim 64"] = dict(page_size=64, head_dims=(64, 64), float8=E5M2), {}
+    layers["fp8 head_dim 256"] = dict(page_size=64, head_dims=(256, 256), float8=E4M3), {}
+    layers["fp8 small pages"] = dict(float8=E4M3), {}
+    layers["everything"] = dict(page_size=64, **EVERYTHING), {}
+    return layers
+
+
+for name, (layer, tile) in {"decode": decode_layers}[sys.argv[1]]().items():
+    for report in reports("gfx1250", [(make_call("gfx1250", **layer), sys.argv[1])], **tile):
+        print(json.dumps({"name": name, **asdict(report), "faults": report.faults()}), flush=True)

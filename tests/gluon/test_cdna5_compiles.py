@@ -1,0 +1,76 @@
+"""What the compiler makes of the gfx1250 kernels: registers, LDS, and what is in the loop over KV tiles."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from numa_attention import gluon_compat
+from numa_attention.decode.cdna5_variant import OLDEST_TRITON
+from numa_attention.jit import SETTING
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        gluon_compat.VERSION < OLDEST_TRITON, reason="this Triton cannot assemble the kernels"
+    ),
+]
+
+
+def compiled(phase: str, cache: Path) -> dict[str, dict]:
+    """The reports of compile_cdna5.py, by name."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", SETTING)
+    }
+    environment |= {"TRITON_CACHE_DIR": str(cache)}
+    script = Path(__file__).with_name("compile_cdna5.py")
+    done = subprocess.run(
+        [sys.executable, script, phase], env=environment, capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stderr
+    return {report["name"]: report for report in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory) -> dict[str, dict]:
+    return compiled("decode", tmp_path_factory.mktemp("cache"))
+
+
+def check_resources(name: str, report: dict) -> None:
+    assert report["faults"] == [], name
+    assert report["resources"]["spills"] == 0 and report["resources"]["scratch"] == 0, name
+    assert report["resources"]["shared"] <= 320 << 10, name
+
+
+def check_loop(name: str, report: dict) -> None:
+    """TDM fetches ahead, both products are WMMA, and what passes from one to the other stays in registers."""
+    loop, whole = report["main_loop"], report["whole"]
+    assert loop["tensor copy"] >= 2, f"{name}: TDM copies keys and values, {loop}"
+    assert loop["tensor copy"] == loop["async copy"], f"{name}: and nothing else does"
+    assert loop["tensor wait"] >= 1, name
+    if "single" not in name:
+        assert loop["tensor wait for less than all"] == loop["tensor wait"], (
+            f"{name}: later tiles stay under way"
+        )
+    assert loop["wmma"] >= 16, name
+    assert loop.get("float8 wmma", 0) == (loop["wmma"] if name.startswith("fp8") else 0), name
+    assert loop["transposed read"] >= 8, f"{name}: values are transposed on their way out of LDS"
+    assert loop["exponential"] >= 16, f"{name}: the softmax"
+    assert "LDS store" not in loop, f"{name}: probabilities never go through LDS"
+    assert "move between lanes through LDS" not in whole, f"{name}: nor from lane to lane"
+
+
+def test_decode(decode):
+    for name, report in decode.items():
+        assert report["kernel"] == "decode_kernel"
+        check_resources(name, report)
+        check_loop(name, report)
+        assert report["whole"]["atomic"] == 2, f"{name}: the last arriver of a group, then of the groups"
+    # two float8 products replace four of half the depth each: as many instructions for twice the tokens
+    assert decode["fp8 four-stage"]["main_loop"]["wmma"] == decode["bf16 four-stage"]["main_loop"]["wmma"]
+    lds = [decode[f"bf16 {form}"]["resources"]["shared"] for form in ("single", "two-stage", "four-stage")]
+    assert lds[1] == pytest.approx(2 * lds[0], rel=0.05) and lds[2] == pytest.approx(3 * lds[0], rel=0.05)
