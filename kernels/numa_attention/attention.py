@@ -95,13 +95,14 @@ def attend(
                     "plan the layer with a shape that is `general`"
                 )
             try:
-                kernel_of(plan.variant.name)(q, k_pages, v_pages, out, schedule, **options, **general)
+                name = kernel_of(plan.variant.name)(q, k_pages, v_pages, out, schedule, **options, **general)
             except BaseException:
                 # an interpreted launch that stops half-way leaves counts behind that the next would add to
                 if plan is schedule.decode and plan.arrivals.device.type == "cpu":
                     plan.arrivals.zero_()
                 raise
-            ran[plan.variant.name] += 1
+            # a kernel that hands a call over says to which other one
+            ran[name or plan.variant.name] += 1
 
 
 def _general_options(
@@ -199,6 +200,8 @@ def kernel_of(name: str):
             function = aiter_adapter.decode
         elif name == aiter_adapter.PREFILL:
             function = aiter_adapter.prefill
+        elif name == "hopper-decode":
+            from numa_attention.decode.hopper_launch import decode as function
         elif name == "cdna5-decode":
             from numa_attention.decode.cdna5 import decode as function
         elif name == "torch-decode":

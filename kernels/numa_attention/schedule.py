@@ -110,7 +110,7 @@ class Planner:
     request may have and still be a decode (1 + speculated tokens). kernels: "auto", "triton", "torch" or "interpret".
     mapping: one of `mapping.MAPPINGS`, None for the variant's own. topology: another device than the detected one.
     aiter: "auto", "never" or "always" use AMD's own kernels; features: what the layer's calls have, of "sinks",
-    "alibi", "soft_cap" and "lse"; see `aiter_adapter`.
+    "alibi", "soft_cap" and "lse"; see `aiter_adapter`. decode_variant: instead of the dispatcher's, to measure another.
 
     Raises UnsupportedShape, ValueError (kernels that cannot run on the device, an unknown mapping, a limit below 1) or
     MissingTriton.
@@ -129,6 +129,7 @@ class Planner:
         topology: Topology | None = None,
         aiter: str = "never",
         features: frozenset[str] = frozenset(),
+        decode_variant: Variant | None = None,
     ):
         shape.check()
         if mapping is not None:
@@ -148,7 +149,7 @@ class Planner:
         self.max_tokens = max_tokens
         self.max_decode_query = max_decode_query
         topology = topology or detect(self.device)
-        self.decode_variant = choose_decode(
+        self.decode_variant = decode_variant or choose_decode(
             shape, topology, self.kernels, max_decode_query, mapping, aiter=aiter, features=features
         )
         self.prefill_variant = choose_prefill(

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from numa_attention import aiter_adapter
-from numa_attention.decode import cdna5_variant
+from numa_attention.decode import cdna5_variant, hopper_variant
 from numa_attention.jit import triton_release
 from numa_attention.machine import dispatch
 from numa_attention.machine.machines import Machine, like
-from numa_attention.shapes import MAX_HEAD_DIM, LayerShape
+from numa_attention.shapes import MAX_HEAD_DIM, LayerShape, UnsupportedShape
 from numa_attention.topology import Topology
 
 MIN_DOT_ROWS = 16  # the fewest rows a matrix instruction of any generation takes
@@ -205,8 +205,13 @@ def choose_decode(
     *,
     aiter: str = "never",
     features: frozenset[str] = frozenset(),
+    kernel: str | None = None,
 ) -> Variant:
-    """The decode variant for a layer shape and the most query tokens a decoding request has; see `choose_prefill`."""
+    """The decode variant for a layer shape and the most query tokens a decoding request has; see `choose_prefill`.
+
+    kernel: "hopper-decode" for the kernel of sm_90, which the dispatcher does not choose by itself before it has been
+    measured there. Raises UnsupportedShape where it does not take the layer, ValueError for another name.
+    """
     own = kernels != "triton" or mapping is not None
     if not own and aiter_adapter.chosen(
         "decode", shape, topology, aiter, features, max_decode_query=max_decode_query
@@ -214,7 +219,13 @@ def choose_decode(
         return Variant(aiter_adapter.DECODE, "decode", 16, aiter_adapter.PARTITION, 4, 1, 1, "block-first", 1)
     rows = min(max(next_power_of_2(shape.group * max_decode_query), MIN_DOT_ROWS), DECODE_MAX_ROWS)
     obstacle = _cdna5_obstacle(shape, topology, kernels)
-    if obstacle is None:
+    per_unit = None
+    if kernel is not None:
+        _check_hopper(shape, topology, kernels, kernel)
+        hopper = hopper_variant.tile_of(shape, rows)
+        name, form, per_unit = kernel, hopper.form, hopper.workgroups_per_unit
+        tile = Tile(MAX_HEAD_DIM, rows, hopper.block_n, 4, hopper.stages)
+    elif obstacle is None:
         cdna5 = cdna5_variant.tile_of(shape)
         name, form, buffers = "cdna5-decode", cdna5.form, cdna5_variant.FORMS.index(cdna5.form) + 1
         tile = Tile(MAX_HEAD_DIM, rows, cdna5.block_n, rows // MIN_DOT_ROWS, buffers)  # a warp has 16 rows
@@ -225,7 +236,9 @@ def choose_decode(
     tile_bytes = tile.block_n * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
     workgroups = topology.compute_units
     if topology.generation != "cpu":
-        workgroups *= dispatch.workgroups_per_unit(machine_of(topology), tile_bytes * tile.num_stages)
+        workgroups *= per_unit or dispatch.workgroups_per_unit(
+            machine_of(topology), tile_bytes * tile.num_stages
+        )
     # a decode work list is head-first by construction (one tile holds a whole group): only the placement varies
     if mapping is not None:
         mapping = "swizzled-head-first" if mapping.startswith("swizzled") else "head-first"
@@ -249,3 +262,15 @@ def _cdna5_obstacle(shape: LayerShape, topology: Topology, kernels: str) -> str 
     if topology.generation != "gfx1250" or kernels != "triton":
         return ""
     return cdna5_variant.why_not(shape, triton_release())
+
+
+def _check_hopper(shape: LayerShape, topology: Topology, kernels: str, kernel: str) -> None:
+    if kernel != "hopper-decode":
+        raise ValueError(f"kernel={kernel!r} is unknown: the only one to ask for is hopper-decode.")
+    if topology.generation != "sm_90" or kernels != "triton":
+        raise UnsupportedShape(
+            f"{kernel} runs on sm_90 with Triton, not on {topology.generation} with {kernels}."
+        )
+    reason = hopper_variant.why_not(shape, triton_release())
+    if reason is not None:
+        raise UnsupportedShape(f"{kernel} {reason}.")

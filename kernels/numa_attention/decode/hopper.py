@@ -182,6 +182,8 @@ def consume(
             interior_begin = (gl.maximum(seq_len - 1 - WINDOW, 0) + BLOCK_N - 1) // BLOCK_N
         if CAUSAL:
             interior_end = (seq_len - query_len + 1) // BLOCK_N
+        elif WINDOW >= 0:
+            interior_end = gl.minimum(seq_len, seq_len - query_len + WINDOW + 1) // BLOCK_N
         else:
             interior_end = seq_len // BLOCK_N
 
@@ -289,7 +291,9 @@ def consume(
                 whole = groups == 1
                 if groups > 1:
                     thread_barrier()  # all of this workgroup has read the part that is now overwritten
-                    store_part(b_m, b_l, b_accs, partial_acc, partial_ml, group_slot, BLOCK_M, PARTS, ACC_O, ROW)
+                    store_part(
+                        b_m, b_l, b_accs, partial_acc, partial_ml, group_slot, BLOCK_M, PARTS, ACC_O, ROW
+                    )
                     root = arrivals + 2 * workgroups + (2 * first_workgroup + 1)  # slot of split 0
                     whole = arrive_last(root, groups)
                     if whole:
@@ -321,7 +325,9 @@ def write_output(
     b_sink = gl.full((BLOCK_M,), float("-inf"), gl.float32, ROW)
     if HAS_SINK:
         b_sink = gl.load(sinks + o_head, mask=m_row, other=float("-inf")).to(gl.float32)
-    p_out = gl.convert_layout(out + o_token * out_token_stride + o_head * out_head_stride, gl.SliceLayout(1, ACC))
+    p_out = gl.convert_layout(
+        out + o_token * out_token_stride + o_head * out_head_stride, gl.SliceLayout(1, ACC)
+    )
     m_out = gl.convert_layout(m_row, gl.SliceLayout(1, ACC))
     o_dim = gl.arange(0, 64, gl.SliceLayout(0, ACC))
     m_state = gl.convert_layout(b_m, gl.SliceLayout(1, ACC))
@@ -337,7 +343,9 @@ def write_output(
     if HAS_LSE:
         if HAS_SINK:
             b_m, b_l, _ = add_sink(b_m, b_l, gl.expand_dims(b_l, 1), b_sink)
-        gl.store(lse + o_token * lse_token_stride + o_head * lse_head_stride, natural_lse(b_m, b_l), mask=m_row)
+        gl.store(
+            lse + o_token * lse_token_stride + o_head * lse_head_stride, natural_lse(b_m, b_l), mask=m_row
+        )
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ SWIZZLE_BYTES = 128  # a row of a tile in shared memory: wider heads are copied 
 
 @gluon.jit
 def pages_of(p_table, tile, last, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, CHUNK: gl.constexpr):
-    """The pages of a tile's BLOCK_N / CHUNK copies, a tuple; for copies past entry `last` of the block table that one."""
+    """The pages of a tile's BLOCK_N / CHUNK copies, a tuple; past entry `last` of the block table it is that one's."""
     pages = ()
     for chunk in gl.static_range(BLOCK_N // CHUNK):
         pages = pages + (gl.load(p_table + gl.minimum((tile * BLOCK_N + chunk * CHUNK) // PAGE_SIZE, last)),)
@@ -106,15 +106,19 @@ def rows_of(pages: torch.Tensor) -> Rows | None:
     return None
 
 
-def descriptor_of(pages: torch.Tensor, rows: Rows, chunk: int) -> TensorDescriptor:
-    """The tensor map of a view that `rows_of` describes; its box is [chunk, 128 bytes] or, of narrow heads, their width."""
-    page, token, _, _ = pages.stride()
-    heads, head_dim = pages.shape[2:]
-    bits = 8 * pages.element_size()
+def descriptor_of(
+    base, size: torch.Size, stride: tuple[int, ...], rows: Rows, chunk: int
+) -> TensorDescriptor:
+    """The tensor map of a view [page, token, kv_head, head_dim] that `rows_of` describes.
+
+    base: the tensor, or something else with its data_ptr() and dtype. A box has `chunk` rows of 128 bytes, or of a
+    head where that is less.
+    """
+    pages, page_size, heads, head_dim = size
+    bits = 8 * base.dtype.itemsize
     width = min(head_dim, SWIZZLE_BYTES * 8 // bits)
-    # the last row that any page has, and no more: rows behind it may lie outside of the storage
-    height = (pages.shape[0] - 1) * rows.page_rows + (heads - 1) * rows.head_rows + pages.shape[1]
+    # up to the last row of the last page: rows behind it may lie outside of the storage
+    height = (pages - 1) * rows.page_rows + (heads - 1) * rows.head_rows + page_size
     columns = (heads - 1) * rows.head_columns + head_dim
-    return TensorDescriptor(
-        pages, [height, columns], [token, 1], [chunk, width], gl.NVMMASharedLayout(width * bits // 8, bits, 2)
-    )
+    layout = gl.NVMMASharedLayout(width * bits // 8, bits, 2)
+    return TensorDescriptor(base, [height, columns], [stride[1], 1], [chunk, width], layout)

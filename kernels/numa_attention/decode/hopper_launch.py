@@ -1,34 +1,115 @@
-"""Which layers the sm_90 decode kernel takes, and its launch."""
+"""The launch of the sm_90 decode kernel; `hopper_variant.py` says for which layers."""
 
 from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from numa_attention.decode import portable
 from numa_attention.decode.hopper import decode_kernel
-from numa_attention.decode.hopper_copies import descriptor_of, rows_of
-from numa_attention.shapes import LayerShape, UnsupportedShape
+from numa_attention.decode.hopper_copies import SWIZZLE_BYTES, Rows, descriptor_of, rows_of
+from numa_attention.decode.hopper_variant import PART, registers_of
+from numa_attention.jit import Launcher, gluon_entry, pointer_traits
+from numa_attention.shapes import LayerShape
+from numa_attention.variants import Variant
 
-FORMS = ("single", "two-stage", "four-stage")
-HEAD_DIMS = {1: (128, 256), 2: (64, 128, 256)}  # by bytes of a cached number
-MIN_ROWS = 8  # the smallest N of a wgmma
 FAN_IN = 16  # parts merged at a time, as in decode/portable.py
+PRODUCER_REGISTERS = 40
+MERGE_REGISTERS = 64  # float32 values of parts that a thread loads at a time when it merges
+THREADS = 128  # that compute
 
 
-def why_not(shape: LayerShape) -> str | None:
-    """Why this kernel cannot take a layer, as a clause that follows "because"; None if it can."""
-    if shape.dtype not in (torch.float16, torch.bfloat16):
-        return f"its queries are {shape.dtype}, not float16 or bfloat16"
-    size = shape.kv_dtype.itemsize
-    if size == 2 and shape.kv_dtype != shape.dtype:
-        return f"its cache is {shape.kv_dtype}, its queries {shape.dtype}"
-    if shape.head_dim != shape.head_dim_v or shape.head_dim not in HEAD_DIMS.get(size, ()):
-        return f"keys of {shape.head_dim} and values of {shape.head_dim_v} are none of its head sizes"
-    return None
+@lru_cache(maxsize=256)
+def constants_of(
+    shape: LayerShape, variant: Variant, causal: bool, has_cap: bool, has_alibi: bool, has_sink: bool, has_lse: bool,
+    has_scales: bool,
+) -> dict:  # fmt: skip
+    """The kernel's compile-time constants, in its order."""
+    rows, block_n = variant.block_m, variant.block_n
+    width = min(shape.head_dim, SWIZZLE_BYTES // shape.kv_dtype.itemsize)
+    accumulator = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+    return dict(
+        GROUP=shape.group,
+        BLOCK_M=rows,
+        BLOCK_N=block_n,
+        PAGE_SIZE=shape.page_size,
+        CHUNK=chunk_of(shape.page_size, block_n),
+        COLUMNS=shape.head_dim // width,
+        WIDTH=width,
+        PARTS=shape.head_dim // PART,
+        STAGES=variant.num_stages,
+        FORM=variant.form,
+        FLOAT8=shape.kv_dtype.itemsize == 1,
+        E5M2=shape.kv_dtype == torch.float8_e5m2,
+        WINDOW=shape.window,
+        CAUSAL=causal,
+        HAS_CAP=has_cap,
+        HAS_ALIBI=has_alibi,
+        HAS_SINK=has_sink,
+        HAS_LSE=has_lse,
+        HAS_SCALES=has_scales,
+        DOMAINS=variant.domains if variant.mapping.startswith("swizzled") else 1,
+        FAN_IN=FAN_IN,
+        IN_FLIGHT=max(1, min(4, MERGE_REGISTERS * THREADS // (shape.head_dim * rows))),
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        ACC_S=accumulator,
+        ACC_O=accumulator,
+        QUERY=gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]),
+        COPY=gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]),
+        SHARED=gl.NVMMASharedLayout(128, 16, 2),
+        BARRIER=hopper.mbarrier.MBarrierLayout(),
+    )
 
 
-def launch_of(
+def chunk_of(page_size: int, block_n: int) -> int:
+    """Tokens of one TMA box: a power of two that divides the page and the tile, as large as can be."""
+    return min(page_size & -page_size, block_n)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a tensor map begins: what a launch needs of a tensor, without keeping its memory."""
+
+    pointer: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(
+    address: Address, size: torch.Size, stride: tuple[int, ...], rows: Rows, chunk: int
+) -> TensorDescriptor:
+    return descriptor_of(address, size, stride, rows, chunk)
+
+
+def tensor_map(pages: torch.Tensor, rows: Rows, chunk: int) -> TensorDescriptor:
+    """The tensor map of a cache, made once for each: every layer of every step asks for two."""
+    if pages.device.type == "cpu":  # the interpreter reads the tensor itself
+        return descriptor_of(pages, pages.shape, pages.stride(), rows, chunk)
+    return _tensor_map(Address(pages.data_ptr(), pages.dtype), pages.shape, pages.stride(), rows, chunk)
+
+
+@cache
+def _warn(k_stride: tuple[int, ...], v_stride: tuple[int, ...]) -> None:
+    logging.getLogger(__name__).warning(
+        "portable-decode instead of hopper-decode: TMA cannot copy pages with strides %s and %s",
+        k_stride,
+        v_stride,
+    )
+
+
+_launch = Launcher(gluon_entry(decode_kernel, "sm_90"))
+
+
+def decode(
     q: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
@@ -36,82 +117,52 @@ def launch_of(
     schedule,
     *,
     scale: float,
-    form: str = "four-stage",
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> tuple[tuple[int], tuple, dict]:
-    """(grid, arguments, constants and options) of the launch for `schedule`; see `attention.attend` for shapes.
+) -> str:
+    """Attention of the decoding requests of a schedule; see `attention.attend` for shapes. The name of what ran.
 
-    Raises ValueError for an unknown form, UnsupportedShape.
+    A cache that TMA cannot copy, of which the schedule knew nothing, goes to the portable kernel: logged once.
     """
-    if form not in FORMS:
-        raise ValueError(f"form={form!r} is unknown: choose one of {', '.join(FORMS)}")
     shape, plan, batch = schedule.shape, schedule.decode, schedule.batch
-    reason = why_not(shape)
-    k_rows, v_rows = rows_of(k_pages), rows_of(v_pages)
-    if reason is None and (k_rows is None or v_rows is None):
-        reason = f"strides {k_pages.stride()} and {v_pages.stride()} are no rows that TMA can copy"
-    if reason is not None:
-        raise UnsupportedShape(f"the sm_90 decode kernel does not take this layer, because {reason}")
     variant = plan.variant
-    rows, block_n = variant.block_m, variant.block_n
-    chunk = min(shape.page_size & -shape.page_size, block_n)
-    float8 = shape.kv_dtype.itemsize == 1
-    width = min(shape.head_dim, 128 // shape.kv_dtype.itemsize)
-    has_lse = lse is not None
-    lse = lse if has_lse else out
+    k_rows, v_rows = rows_of(k_pages), rows_of(v_pages)
+    if k_rows is None or v_rows is None:
+        _warn(k_pages.stride(), v_pages.stride())
+        other = replace(variant, name="portable-decode", form="", num_stages=2)
+        portable.decode(
+            q, k_pages, v_pages, out, replace(schedule, decode=replace(plan, variant=other)), scale=scale,
+            soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale, lse=lse,
+        )  # fmt: skip
+        return other.name
+    chunk = chunk_of(shape.page_size, variant.block_n)
+    p_lse = out if lse is None else lse
+    constants = constants_of(
+        shape, variant, batch.causal, soft_cap > 0.0, alibi_slopes is not None, sinks is not None, lse is not None,
+        k_scale is not None,
+    )  # fmt: skip
+    integers = (
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1), p_lse.stride(0), p_lse.stride(1),
+        batch.block_table.stride(0), k_rows.page_rows, k_rows.head_rows, k_rows.head_columns,
+        v_rows.page_rows, v_rows.head_rows, v_rows.head_columns,
+    )  # fmt: skip
     arguments = (
-        *(descriptor_of(k_pages, k_rows, chunk), descriptor_of(v_pages, v_rows, chunk), q, out, lse),
-        *(plan.ranges, plan.items, plan.arrivals, plan.partial_acc, plan.partial_ml),
-        *(batch.block_table, batch.query_start_loc, batch.seq_lens),
-        *(q if optional is None else optional for optional in (sinks, alibi_slopes, k_scale, v_scale)),
-        *(float(scale), float(soft_cap)),
-        *(q.stride(0), q.stride(1), out.stride(0), out.stride(1), lse.stride(0), lse.stride(1)),
-        batch.block_table.stride(0),
-        *(k_rows.page_rows, k_rows.head_rows, k_rows.head_columns),
-        *(v_rows.page_rows, v_rows.head_rows, v_rows.head_columns),
-    )
-    constants = dict(
-        GROUP=shape.group,
-        BLOCK_M=rows,
-        BLOCK_N=block_n,
-        PAGE_SIZE=shape.page_size,
-        CHUNK=chunk,
-        COLUMNS=shape.head_dim // width,
-        WIDTH=width,
-        PARTS=shape.head_dim // 64,
-        STAGES=1 if form == "single" else variant.num_stages,
-        FORM=form,
-        FLOAT8=float8,
-        E5M2=shape.kv_dtype == torch.float8_e5m2,
-        WINDOW=shape.window,
-        CAUSAL=batch.causal,
-        HAS_CAP=soft_cap > 0.0,
-        HAS_ALIBI=alibi_slopes is not None,
-        HAS_SINK=sinks is not None,
-        HAS_LSE=has_lse,
-        HAS_SCALES=k_scale is not None,
-        DOMAINS=variant.domains if variant.mapping.startswith("swizzled") else 1,
-        FAN_IN=FAN_IN,
-        IN_FLIGHT=max(1, min(4, 64 // (shape.head_dim * rows // 128))),
-        PRODUCER_REGISTERS=40,
-        ACC_S=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16]),
-        ACC_O=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16]),
-        QUERY=gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]),
-        COPY=gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]),
-        SHARED=gl.NVMMASharedLayout(128, 16, 2),
-        BARRIER=hopper.mbarrier.MBarrierLayout(),
-        num_warps=4,
-        maxnreg=128,
-    )
-    return (variant.workgroups,), arguments, constants
-
-
-def decode(*arguments, **options) -> None:
-    """Attention of the decoding requests of a schedule on the GPU; arguments as for `launch_of`."""
-    grid, values, constants = launch_of(*arguments, **options)
-    decode_kernel[grid](*values, **constants)
+        tensor_map(k_pages, k_rows, chunk), tensor_map(v_pages, v_rows, chunk), q, out, p_lse,
+        plan.ranges, plan.items, plan.arrivals, plan.partial_acc, plan.partial_ml,
+        batch.block_table, batch.query_start_loc, batch.seq_lens,
+        q if sinks is None else sinks, q if alibi_slopes is None else alibi_slopes,
+        q if k_scale is None else k_scale, q if v_scale is None else v_scale,
+        float(scale), float(soft_cap), *integers,
+    )  # fmt: skip
+    key = (
+        q.get_device(), shape, variant, integers, pointer_traits(q, out, p_lse, batch.block_table), out.dtype,
+        batch.causal, soft_cap > 0.0, lse is None, k_scale is None, None if sinks is None else sinks.dtype,
+        None if alibi_slopes is None else alibi_slopes.dtype,
+    )  # fmt: skip
+    options = dict(num_warps=4, maxnreg=registers_of(shape, variant.block_m, variant.num_stages))
+    _launch(key, (variant.workgroups, 1, 1), arguments, constants, options)
+    return variant.name

@@ -77,7 +77,9 @@ def multiply_keys(
             b_s = hopper.warpgroup_mma(
                 b_even, shared_q.index(2 * column).permute((1, 0)), b_s, use_acc=column > 0, is_async=True
             )
-            b_s = hopper.warpgroup_mma(b_odd, shared_q.index(2 * column + 1).permute((1, 0)), b_s, is_async=True)
+            b_s = hopper.warpgroup_mma(
+                b_odd, shared_q.index(2 * column + 1).permute((1, 0)), b_s, is_async=True
+            )
         else:
             b_s = hopper.warpgroup_mma(
                 buffer, shared_q.index(column).permute((1, 0)), b_s, use_acc=column > 0, is_async=True

@@ -1,5 +1,7 @@
-"""Decode on sm_90: how the parts of a split unit are kept and merged. As in decode/portable.py, but the accumulator lies
-transposed, in parts of 64 dimensions [64, M]."""
+"""Decode on sm_90: how the parts of a split unit are kept and merged.
+
+As in decode/portable.py, but the accumulator lies transposed, in parts of 64 dimensions [64, M].
+"""
 
 from __future__ import annotations
 

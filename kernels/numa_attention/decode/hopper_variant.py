@@ -1,0 +1,84 @@
+"""Which layers the sm_90 decode kernel takes, and with which tiles; imports neither Triton nor the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from numa_attention.shapes import CONTIGUOUS, LayerShape
+
+FORMS = ("single", "two-stage", "four-stage")
+OLDEST_TRITON = (3, 6)
+HEAD_DIMS = {1: (128, 256), 2: (64, 128, 256)}  # by bytes of a cached number
+BLOCK_N = 64  # keys of a tile: the rows of a wgmma
+PART = 64  # dimensions of one part of the accumulator, likewise
+MAX_STAGES = 8
+SHARED_BYTES = 227 << 10  # of an SM, for its workgroups
+RESERVED_BYTES = 1 << 10  # that each workgroup takes besides its own
+BARRIER_BYTES = 2 << 10  # barriers and the scratch of reductions
+REGISTERS = {
+    1: 255,
+    2: 128,
+}  # of a thread, by workgroups of an SM: eight warps, of which the four that compute get more
+FOUR_STAGE_ROWS = 16  # with more rows, two tiles of scores at a time do not fit into the registers
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """KV tokens of a tile, tiles of the ring, the form of the pipeline, and workgroups of an SM."""
+
+    block_n: int
+    stages: int
+    form: str
+    workgroups_per_unit: int
+
+
+def why_not(shape: LayerShape, triton: tuple[int, int] | None) -> str | None:
+    """What keeps a layer from this kernel under a release of Triton (None: it is not installed); None if nothing."""
+    if triton is None or triton < OLDEST_TRITON:
+        found = "none" if triton is None else f"{triton[0]}.{triton[1]}"
+        return f"needs Triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or later, found {found}"
+    if shape.general or shape.page_size == CONTIGUOUS:
+        return "takes none of the options that only the general kernels take"
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes queries in float16 and bfloat16, not {_short(shape.dtype)}"
+    if shape.kv_dtype not in (shape.dtype, torch.float8_e4m3fn, torch.float8_e5m2):
+        return (
+            f"takes caches in the query's type, float8_e4m3fn and float8_e5m2, not {_short(shape.kv_dtype)}"
+        )
+    sizes = HEAD_DIMS[shape.kv_dtype.itemsize]
+    if shape.head_dim != shape.head_dim_v or shape.head_dim not in sizes:
+        return (
+            f"takes head sizes {', '.join(map(str, sizes))} for a cache in {_short(shape.kv_dtype)}, keys and values "
+            f"alike, not {shape.head_dim} and {shape.head_dim_v}"
+        )
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def stages_of(shape: LayerShape, rows: int, workgroups_per_unit: int) -> int:
+    """Tiles of keys and of values that a workgroup's share of the shared memory holds beside queries and weights."""
+    share = SHARED_BYTES // workgroups_per_unit - RESERVED_BYTES - BARRIER_BYTES
+    query_and_weights = 2 * rows * (shape.head_dim + BLOCK_N)
+    tile = BLOCK_N * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
+    return min((share - query_and_weights) // tile, MAX_STAGES)
+
+
+def tile_of(shape: LayerShape, rows: int) -> HopperTile:
+    """The tile for a layer that the kernel takes and packed query tiles of `rows` rows."""
+    form = "four-stage" if rows <= FOUR_STAGE_ROWS else "two-stage"
+    # two workgroups hide each other's waits, where each can still copy ahead
+    for workgroups in (2, 1):
+        stages = stages_of(shape, rows, workgroups)
+        if stages >= 2:
+            return HopperTile(BLOCK_N, stages, form, workgroups)
+    raise ValueError(f"{rows} rows of head_dim {shape.head_dim} leave no room for a tile: take fewer rows")
+
+
+def registers_of(shape: LayerShape, rows: int, stages: int) -> int:
+    """Registers that a thread may have: those of two workgroups an SM, where the shared memory holds two."""
+    return REGISTERS[2 if stages_of(shape, rows, 2) >= stages else 1]

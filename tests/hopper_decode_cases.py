@@ -1,0 +1,103 @@
+"""Small steps of every kind for the sm_90 decode kernel, which run on a GPU and under the Gluon interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from numa_attention.schedule import Schedule
+from numa_attention.topology import Topology, detect, pretend
+from numa_attention.variants import choose_decode
+from tests.kernel_step import check_planned, make_planner, shape_of
+from tests.support import LAYOUTS, PagedCase, make_paged_case
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def topology_of(device: str, units: int) -> Topology:
+    """The GPU itself, or a small pretended one."""
+    if device == "cuda":
+        return detect(device)
+    return dataclasses.replace(pretend("sm_90"), compute_units=units)
+
+
+def check_decode(
+    case: PagedCase, form: str, *, device: str = "cpu", units: int = 3, window: int = -1, rows: int | None = None,
+    stages: int | None = None, **options,
+) -> Schedule:  # fmt: skip
+    """Decode all requests of a case with one form and compare with the reference; returns the schedule."""
+    topology = topology_of(device, units)
+    queries = max(int(case.query_start_loc.diff().max()), 1)
+    variant = choose_decode(shape_of(case, window), topology, "triton", queries, kernel="hopper-decode")
+    rows = rows or variant.block_m
+    stages = stages or min(variant.num_stages, 3)
+    variant = dataclasses.replace(
+        variant, form=form, block_m=rows, num_stages=1 if form == "single" else stages
+    )
+    planner = make_planner(
+        case,
+        window=window,
+        kernels="triton",
+        topology=topology,
+        max_decode_query=queries,
+        decode_variant=variant,
+    )
+    # float16 products of bfloat16 queries are as exact as bfloat16 says
+    mark = torch.bfloat16 if case.k_pages.dtype.itemsize == 1 else None
+    schedule = check_planned(case, planner, num_decodes=len(case.seq_lens), mark=mark, **options)
+    assert not schedule.decode.arrivals.any(), "the counters must be zero again"
+    return schedule
+
+
+def bf16_case(*arguments, **options) -> PagedCase:
+    return make_paged_case(*arguments, dtype=torch.bfloat16, **options)
+
+
+def check_all(form: str, device: str) -> None:
+    """Head sizes, types, layouts, groups, pages, masks, splits, empty requests."""
+    on = {"device": device}
+    random = torch.Generator().manual_seed(1)
+    for head_dim, kv_dtype in ((64, None), (128, None), (256, None), (128, E4M3), (128, E5M2), (256, E4M3)):
+        case = bf16_case([1, 1, 1], [1, 150, 300], head_dim=head_dim, kv_dtype=kv_dtype, page_size=32, **on)
+        scales = {}
+        if kv_dtype is not None:
+            scales = {"k_scale": torch.tensor([0.7]).to(device), "v_scale": torch.tensor([1.6]).to(device)}
+        check_decode(case, form, **on, **scales)
+        print(f"head_dim {head_dim}, {kv_dtype}", flush=True)
+    check_decode(make_paged_case([1, 1], [65, 200], dtype=torch.float16, head_dim=128, **on), form, **on)
+    for layout in LAYOUTS:
+        check_decode(bf16_case([1, 1], [70, 130], layout=layout, head_dim=128, kv_heads=2, **on), form, **on)
+    for page_size in (16, 48, 64, 528):
+        check_decode(bf16_case([1, 1], [65, 250], page_size=page_size, head_dim=128, **on), form, **on)
+    print("layouts and pages", flush=True)
+    for group, queries in ((1, 1), (3, 1), (24, 2), (64, 1), (5, 8)):
+        case = bf16_case([queries, 1], [100, 63], q_heads=group, kv_heads=1, head_dim=128, **on)
+        check_decode(case, form, **on)
+        case = bf16_case(
+            [queries, 1], [100, 63], q_heads=group, kv_heads=1, head_dim=128, kv_dtype=E4M3, **on
+        )
+        check_decode(case, form, **on)
+    print("groups", flush=True)
+    sinks, slopes = (torch.randn(6, generator=random).to(device) for _ in range(2))
+    case = bf16_case([1, 2], [70, 150], q_heads=6, kv_heads=2, head_dim=128, **on)
+    check_decode(case, form, soft_cap=3.0, sinks=sinks, alibi_slopes=slopes.abs() * 0.1, **on)
+    for window in (0, 33, 100):
+        for kv_dtype in (None, E4M3):
+            case = windowed_case([1, 2], [30, 200], window, head_dim=128, kv_dtype=kv_dtype, **on)
+            check_decode(case, form, window=window, **on)
+    print("masks", flush=True)
+    check_decode(bf16_case([1], [2500], q_heads=2, kv_heads=1, page_size=64, **on), form, units=10, **on)
+    check_decode(bf16_case([1, 0, 1, 0], [70, 0, 0, 0], q_heads=2, kv_heads=1, **on), form, **on)
+    print("splits and empty requests", flush=True)
+
+
+def windowed_case(query_lens: list[int], seq_lens: list[int], window: int, **options) -> PagedCase:
+    """A case whose keys left of every window are NaN too."""
+    case = bf16_case(query_lens, seq_lens, q_heads=2, kv_heads=1, **options)
+    for request, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        token = torch.arange(max(length - queries - window, 0))
+        for cache in (case.k_pages, case.v_pages):
+            cache[case.block_table[request].long().cpu()[token // 16], token % 16] = math.nan
+    return case
