@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import pytest
 import torch
 
 from numa_attention import attention, reference
@@ -13,6 +14,19 @@ from numa_attention.shapes import CONTIGUOUS, FLOAT8, LayerShape
 from numa_attention.topology import Topology, detect, pretend
 from tests.support import PagedCase, assert_close, relative_error
 
+# parametrises a test over the kernels that attend here
+kernels = pytest.mark.parametrize(
+    "kernels",
+    [
+        "triton",
+        pytest.param(
+            "torch",
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available(), reason="the torch kernels attend on the CPU only"
+            ),
+        ),
+    ],
+)
 GENERAL_OPTIONS = ("alibi_sqrt", "spans", "q_scale", "out_scale")
 
 

@@ -7,11 +7,8 @@ import math
 import pytest
 import torch
 
-from tests.kernel_step import check
+from tests.kernel_step import check, kernels
 from tests.support import LAYOUTS, make_paged_case
-
-KERNELS = ("triton", "torch")
-kernels = pytest.mark.parametrize("kernels", KERNELS)
 
 MIXED = {"query_lens": [1, 1, 1, 63, 17], "seq_lens": [1, 17, 100, 63, 80]}
 

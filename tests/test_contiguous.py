@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernel_step import check, make_planner, run, step_of
+from tests.kernel_step import check, kernels, make_planner, run, step_of
 from tests.support import make_contiguous_case
 
-kernels = pytest.mark.parametrize("kernels", ("triton", "torch"))
 LENGTHS = [17, 1, 100, 63]
 
 

@@ -21,7 +21,7 @@ from numa_attention.decode.work_list import (
     capacity,
     partial_slot,
 )
-from tests.kernel_step import make_planner, run, step_of
+from tests.kernel_step import kernels, make_planner, run, step_of
 from tests.support import make_paged_case
 
 lists = {
@@ -126,7 +126,7 @@ def long_case(device):
     return make_paged_case([1, 1, 1], [40, 900, 333], q_heads=4, kv_heads=2, device=device)
 
 
-@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@kernels
 def test_units_are_split_merged_in_one_launch_and_leave_the_counters_at_zero(kernels, device):
     case = long_case(device)
     planner = make_planner(case, kernels=kernels)
@@ -155,7 +155,7 @@ def test_more_parts_than_one_merge_takes(device):
     )
 
 
-@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@kernels
 def test_schedule_outlives_other_lengths(kernels, device):
     """One planner, several steps, as a captured graph replays: the buffers stay where they are."""
     case = long_case(device)
@@ -170,7 +170,7 @@ def test_schedule_outlives_other_lengths(kernels, device):
     assert planner.plan(step).decode.items.data_ptr() == before
 
 
-@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@kernels
 @pytest.mark.parametrize("field", [REQUEST, KV_HEAD, TILE_BEGIN, TILE_END])
 def test_corrupting_one_entry_changes_the_output(kernels, field, device):
     case = long_case(device)
@@ -187,19 +187,19 @@ def test_corrupting_one_entry_changes_the_output(kernels, field, device):
     assert not torch.equal(right, wrong)
 
 
-def test_prefill_follows_its_tile_list(device):
+@kernels
+def test_prefill_follows_its_tile_list(kernels, device):
     case = make_paged_case([300], [300], device=device)
-    for kernels in ("triton", "torch"):
-        schedule = make_planner(case, kernels=kernels).plan(step_of(case, 0))
-        right, _ = run(case, schedule, scale=0.125)
-        schedule.prefill.tiles[0, 2] -= 1
-        wrong, _ = run(case, schedule, scale=0.125)
-        assert wrong.isnan().any() and not right.isnan().any()
+    schedule = make_planner(case, kernels=kernels).plan(step_of(case, 0))
+    right, _ = run(case, schedule, scale=0.125)
+    schedule.prefill.tiles[0, 2] -= 1
+    wrong, _ = run(case, schedule, scale=0.125)
+    assert wrong.isnan().any() and not right.isnan().any()
 
 
 def test_a_step_larger_than_planned_is_refused(device):
     case = make_paged_case([1] * 9, [5] * 9, device=device)
-    planner = make_planner(long_case(device), kernels="torch")
+    planner = make_planner(long_case(device), kernels="auto")
     with pytest.raises(ValueError, match="9 requests exceeds max_requests=8"):
         planner.plan(step_of(case, 9))
     long = make_paged_case([2000], [2000], device=device)

@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
-from tests.kernel_step import check, make_planner, run, step_of
+from tests.kernel_step import check, kernels, make_planner, run, step_of
 from tests.support import make_paged_case
 
-kernels = pytest.mark.parametrize("kernels", ("triton", "torch"))
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 types = pytest.mark.parametrize("kv_dtype", TYPES, ids=str)
 QUERY_LENS, SEQ_LENS = [1, 1, 40], [70, 300, 130]
@@ -83,6 +82,23 @@ def test_a_row_without_keys_is_zero_in_float8_too(kernels, device):
         out, lse = run(case, schedule, scale=1.0, out_scale=scale(0.5, device))
         assert (out[0].float() == 0.0).all() and (lse[0] == -math.inf).all()
         assert out.float().isfinite().all()
+
+
+def test_output_of_a_kernel_that_does_not_quantise(device, monkeypatch):
+    """It runs as ever, and what it gives is quantised; other options that it lacks are refused."""
+    from numa_attention import attention
+
+    case = make_paged_case(QUERY_LENS, SEQ_LENS, dtype=torch.bfloat16, device=device)
+    schedule = make_planner(case, kernels="auto").plan(step_of(case, 2))
+    expected, _ = run(case, schedule, scale=0.1)
+    monkeypatch.setattr(attention, "GENERAL", frozenset())
+    out_scale = scale(0.02, device)
+    out, _ = run(case, schedule, scale=0.1, out_scale=out_scale)
+    assert torch.equal(out.float(), (expected.float() / out_scale).clamp(-448, 448).to(out.dtype).float())
+    with pytest.raises(
+        ValueError, match="-decode takes no alibi_sqrt: plan the layer with a shape that is `general`"
+    ):
+        run(case, schedule, scale=0.1, alibi_slopes=torch.ones(4, device=device), alibi_sqrt=True)
 
 
 REFUSED = {

@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 
-from tests.kernel_step import check, make_planner, run, step_of
+from tests.kernel_step import check, kernels, make_planner, run, step_of
 from tests.support import make_paged_case
-
-kernels = pytest.mark.parametrize("kernels", ("triton", "torch"))
 
 # in a decode's past, at a short query, in a chunk that prefills and begun in its cached prefix; (0, 0) is padding
 QUERY_LENS, SEQ_LENS = [1, 3, 70, 150], [40, 63, 130, 150]

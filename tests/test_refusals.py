@@ -10,11 +10,8 @@ import torch
 
 from numa_attention import attention, reference
 from numa_attention.schedule import Planner
-from tests.kernel_step import check, make_planner, run, shape_of, step_of
+from tests.kernel_step import check, kernels, make_planner, run, shape_of, step_of
 from tests.support import PagedCase, assert_close, make_paged_case
-
-KERNELS = ("triton", "torch")
-kernels = pytest.mark.parametrize("kernels", KERNELS)
 
 
 @pytest.fixture
@@ -100,6 +97,11 @@ def test_steps_that_cannot_be_planned(kernels, sentence, case):
 def test_planners_that_cannot_plan(options, sentence, case):
     with pytest.raises(ValueError, match=sentence):
         Planner(shape_of(case), case.q.device, **{"max_requests": 3, "max_tokens": 14, **options})
+
+
+def test_torch_kernels_on_a_gpu(case):
+    with pytest.raises(ValueError, match="attends on the CPU only and the device is cuda"):
+        Planner(shape_of(case), "cuda", max_requests=3, max_tokens=14, kernels="torch")
 
 
 @kernels

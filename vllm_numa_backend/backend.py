@@ -55,7 +55,24 @@ class NumaSwizzleBackend(BackendBase):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
+        return attn_type in (
+            AttentionType.DECODER,
+            AttentionType.ENCODER,
+            AttentionType.ENCODER_ONLY,
+            AttentionType.ENCODER_DECODER,
+        )
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -86,14 +103,10 @@ class NumaSwizzleBackend(BackendBase):
             "block_size not supported": f"block_size {block_size} is not a multiple of {PAGE_MULTIPLE}",
             "MLA not supported": "multi-head latent attention (MLA) is not supported",
             "sparse not supported": "sparse attention is not supported",
-            "partial multimodal token full attention not supported": (
-                "full attention inside images or other multimodal tokens (prefix LM) is not supported"
-            ),
             "per-head quant scales not supported": "KV cache scales per head are not supported",
             "R-SWA not supported": "reference sliding window attention (R-SWA) is not supported",
             "PCP not supported": "prefill context parallelism is not supported",
             "DCP not supported": "decode context parallelism is not supported",
-            "non-causal attention not supported": "non-causal attention is not supported",
             "batch invariance not supported": "VLLM_BATCH_INVARIANT is not supported",
         }
         fp8 = _fault_of_fp8(kv_cache_dtype, kwargs.get("device_capability"))

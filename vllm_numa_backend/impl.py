@@ -1,10 +1,14 @@
-"""A layer's call: write the new keys and values into their pages, then attend over the pages."""
+"""A layer's call: write the new keys and values into their pages, then attend over the pages.
+
+An encoder's layer has no cache: it attends over the keys and values of the call itself.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
@@ -23,7 +27,14 @@ _FP8_DTYPES = {
 _OFF = (None, False, -1)
 
 
+_ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
 class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
+    # queries in the model's type are as fast, since products run in 16 bits, and more exact; those that come in
+    # float8 all the same are taken with their scale
+    supports_quant_query_input = False
+
     def __init__(
         self,
         num_heads: int,
@@ -37,12 +48,14 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool | None = False,
         **options: Any,
     ) -> None:
         """Raises NotImplementedError for a layer option that changes the result and is not supported."""
-        if attn_type != AttentionType.DECODER:
+        self.is_encoder = attn_type in _ENCODERS
+        if self.is_encoder and alibi_slopes is not None:
             raise NotImplementedError(
-                f"{NAME} supports decoder self-attention only, this layer is {str(attn_type)!r}."
+                f"{NAME} does not support ALiBi in an encoder, where what it says of later keys is not settled."
             )
         for name, value in options.items():
             if not any(value is off or (isinstance(value, int) and value == off) for off in _OFF):
@@ -59,14 +72,20 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
         self.soft_cap = float(logits_soft_cap or 0.0)
         self.sinks = sinks
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.use_alibi_sqrt = bool(use_alibi_sqrt)
         # vLLM counts the query's own position, the kernels count the positions to its left
         self.window = -1 if sliding_window is None else sliding_window - 1
         self.kv_cache_dtype = kv_cache_dtype
-        self.fp8_dtype = _FP8_DTYPES[kv_cache_dtype]() if kv_cache_dtype in _FP8_DTYPES else None
+        is_fp8 = kv_cache_dtype in _FP8_DTYPES and not self.is_encoder  # which caches nothing
+        self.fp8_dtype = _FP8_DTYPES[kv_cache_dtype]() if is_fp8 else None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.kernels = settings.current().kernels
         # what tells this layer's schedule from those of the other layers in its KV cache group
         self.schedule_key = (num_heads, self.window)
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether `forward` can quantise its output as `quant_key` says: to float8, by one scale known beforehand."""
+        return quant_key == kFp8StaticTensorSym
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # views are made at every call: kept ones would hold on to a cache that vLLM has dropped
@@ -87,7 +106,7 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write key, value [tokens, KV heads, head_dim] at `slot_mapping` int64 [n]; slot -1 is skipped."""
-        if self.kv_sharing_target_layer_name is not None:
+        if self.kv_sharing_target_layer_name is not None or self.is_encoder:
             return
         k_pages, v_pages = self._pages(kv_cache)
         write_pages(key, value, k_pages, v_pages, slot_mapping, *self._scales(layer), kernels=self.kernels)
@@ -106,17 +125,22 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
     ) -> torch.Tensor:
         """Attention of query [tokens, heads, head_dim] over the pages, into output likewise (head_dim_v).
 
-        `key` and `value` are in the pages already. Rows past the step's tokens are left as they are.
+        `key` and `value` are in the pages already; an encoder's are read where they are. output_scale float32 [1]: of
+        a float8 output. Rows past the step's tokens are left as they are.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError(f"{NAME} does not support quantised output.")
+        if output_block_scale is not None:
+            raise NotImplementedError(f"{NAME} does not support output quantised in blocks.")
         if attn_metadata is None:
             # vLLM measures memory with no step to run
-            return output.fill_(0)
+            return output.zero_()
         # outside graphs this runs for every layer of every step: as few torch calls as can be
         tokens = attn_metadata.num_actual_tokens
-        k_pages, v_pages = self._pages(kv_cache)
+        if self.is_encoder:
+            k_pages, v_pages = key, value
+        else:
+            k_pages, v_pages = self._pages(kv_cache)
         k_scale, v_scale = self._scales(layer)
+        spans = attn_metadata.mm_prefix_range_tensor
         attend(
             query[:tokens],
             k_pages,
@@ -127,7 +151,12 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
+            alibi_sqrt=self.use_alibi_sqrt,
+            spans=spans,
+            clamp_spans=spans is not None and getattr(layer, "mm_prefix_clamp_sliding_window", False),
+            q_scale=layer._q_scale if query.dtype.itemsize == 1 else None,
             k_scale=k_scale,
             v_scale=v_scale,
+            out_scale=output_scale,
         )
         return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,9 +16,10 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from numa_attention.schedule import Planner, Schedule, StepBatch
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import CONTIGUOUS, LayerShape
 from vllm_numa_backend import NAME, settings
 from vllm_numa_backend.compat import backend_names_kv_shape
 
@@ -33,12 +35,17 @@ class NumaSwizzleMetadata(AttentionMetadata):
         |------------------- sequence --------------------|
 
     Decodes come first. `schedules` has one entry per kind of layer, keyed by the layer's `schedule_key`.
+    mm_prefix_range_tensor int32 [requests, n, 2]: first and last token of the images whose tokens see all of their
+    image; models clear it, by this name, for layers that see images causally. slot_mapping: where a cross-attention
+    layer writes; vLLM fills it in.
     """
 
     num_actual_tokens: int
     num_decodes: int
     num_decode_tokens: int
     schedules: dict[tuple[int, int], Schedule]
+    mm_prefix_range_tensor: torch.Tensor | None = None
+    slot_mapping: torch.Tensor | None = None
 
 
 class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
@@ -53,15 +60,19 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
         # a speculative step, a few tokens a request, is decode
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.planners = self._make_planners()
+        # for steps that only the general kernels take, once there is one
+        self._general_planners: dict[tuple[int, int], Planner] | None = None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Only the compiled Triton kernels can be captured."""
-        if settings.current().kernels in ("torch", "interpret"):
+        """Only the compiled Triton kernels can be captured, and only decode has a grid that stays."""
+        if settings.current().kernels in ("torch", "interpret") or isinstance(
+            kv_cache_spec, EncoderOnlyAttentionSpec
+        ):
             return AttentionCGSupport.NEVER
         return cls._cudagraph_support
 
-    def _make_planners(self) -> dict[tuple[int, int], Planner]:
+    def _make_planners(self, general: bool = False) -> dict[tuple[int, int], Planner]:
         """One planner per distinct layer shape of the group: layers may differ in window and query heads."""
         layers = self.vllm_config.compilation_config.static_forward_context
         chosen = settings.current()
@@ -72,6 +83,8 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
             if layer.impl.schedule_key in planners:
                 continue
             shape = layer_shape(layer, self.kv_cache_spec, self.vllm_config.model_config.dtype)
+            if general:
+                shape = dataclasses.replace(shape, general=True)
             shape.check()
             planners[layer.impl.schedule_key] = Planner(
                 shape,
@@ -103,27 +116,35 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
     ) -> NumaSwizzleMetadata:
         """The step's metadata; reads no device tensor. A common prefix is read through the block table."""
         common = common_attn_metadata
-        if common.causal is not True:
-            raise NotImplementedError(
-                f"{NAME} does not support non-causal attention, which this step asks for."
+        spans = image_spans(common)
+        planners = self.planners
+        if spans is not None or not isinstance(common.causal, bool):
+            self._general_planners = self._general_planners or self._make_planners(general=True)
+            planners = self._general_planners
+        if all(planner.shape.page_size == CONTIGUOUS for planner in planners.values()):
+            batch = _encoder_batch(common)
+        else:
+            num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(
+                common, decode_threshold=self.reorder_batch_threshold
             )
-        num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(
-            common, decode_threshold=self.reorder_batch_threshold
-        )
-        batch = StepBatch(
-            query_start_loc=common.query_start_loc,
-            query_start_loc_cpu=common.query_start_loc_cpu,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            num_decodes=num_decodes,
-            num_decode_tokens=num_decode_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
-        )
-        schedules = {key: planner.plan(batch) for key, planner in self.planners.items()}
+            batch = StepBatch(
+                query_start_loc=common.query_start_loc,
+                query_start_loc_cpu=common.query_start_loc_cpu,
+                seq_lens=common.seq_lens,
+                block_table=common.block_table_tensor,
+                num_decodes=num_decodes,
+                num_decode_tokens=num_decode_tokens,
+                max_query_len=common.max_query_len,
+                max_seq_len=common.max_seq_len,
+                causal=common.causal,
+                has_spans=spans is not None,
+            )
+        schedules = {key: planner.plan(batch) for key, planner in planners.items()}
         for schedule in schedules.values():
             _announce(schedule)
-        return NumaSwizzleMetadata(common.num_actual_tokens, num_decodes, num_decode_tokens, schedules)
+        return NumaSwizzleMetadata(
+            common.num_actual_tokens, batch.num_decodes, batch.num_decode_tokens, schedules, spans
+        )
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -149,9 +170,56 @@ def features_of(impls: Iterable[Any]) -> frozenset[str]:
     return frozenset(found)
 
 
+def _encoder_batch(common: CommonAttentionMetadata) -> StepBatch:
+    """A step of whole sequences, each of which has the keys of its own query tokens and sees them all."""
+    starts = common.query_start_loc
+    return StepBatch(
+        query_start_loc=starts,
+        query_start_loc_cpu=common.query_start_loc_cpu,
+        seq_lens=starts[1:] - starts[:-1],
+        block_table=starts[:-1, None],
+        num_decodes=0,
+        num_decode_tokens=0,
+        max_query_len=common.max_query_len,
+        max_seq_len=common.max_query_len,
+        causal=False,
+    )
+
+
+def image_spans(common: CommonAttentionMetadata) -> torch.Tensor | None:
+    """int32 [requests, n, 2]: first and last token of the images that some query of its request lies in, or None.
+
+    Decoding queries lie right of every image, so that a step of decodes alone has none. The lengths that vLLM has on
+    the host are exact for prefills and upper bounds for decodes, which only moves those further right.
+    """
+    images = common.mm_req_doc_ranges
+    if not images or not any(images.values()):
+        return None
+    starts = common.query_start_loc_cpu.tolist()
+    lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
+    kept: list[list[tuple[int, int]]] = [[] for _ in range(common.num_reqs)]
+    for request, ranges in images.items():
+        if starts[request + 1] == starts[request]:
+            continue
+        low, high = 0, common.max_seq_len
+        if lengths is not None:
+            high = int(lengths[request])
+            low = high - (starts[request + 1] - starts[request])
+        kept[request] = [
+            (first, last) for first, last in ranges if first < last and first < high and last >= low
+        ]
+    most = max(map(len, kept))
+    if most == 0:
+        return None
+    # a span of one token says nothing
+    padded = [row + [(0, 0)] * (most - len(row)) for row in kept]
+    return torch.tensor(padded, dtype=torch.int32).to(common.query_start_loc.device, non_blocking=True)
+
+
 def layer_shape(layer: Any, kv_cache_spec: Any, default_dtype: torch.dtype) -> LayerShape:
     """What the kernels need to know of an attention layer whose cache has this spec."""
     impl = layer.impl
+    dtype = getattr(layer, "dtype", default_dtype)
     head_dim_v = getattr(layer, "head_size_v", kv_cache_spec.head_size)
     if head_dim_v != kv_cache_spec.head_size and backend_names_kv_shape():
         raise NotImplementedError(
@@ -163,10 +231,11 @@ def layer_shape(layer: Any, kv_cache_spec: Any, default_dtype: torch.dtype) -> L
         kv_heads=kv_cache_spec.num_kv_heads,
         head_dim=kv_cache_spec.head_size,
         head_dim_v=head_dim_v,
-        dtype=getattr(layer, "dtype", default_dtype),
-        kv_dtype=impl.fp8_dtype or kv_cache_spec.dtype,
-        page_size=kv_cache_spec.block_size,
+        dtype=dtype,
+        kv_dtype=dtype if impl.is_encoder else impl.fp8_dtype or kv_cache_spec.dtype,
+        page_size=CONTIGUOUS if impl.is_encoder else kv_cache_spec.block_size,
         window=impl.window,
+        general=impl.use_alibi_sqrt or impl.supports_quant_query_input,
     )
 
 

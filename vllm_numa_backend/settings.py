@@ -99,9 +99,15 @@ def why_unusable(settings: Settings, device_type: str) -> str | None:
             "NUMA_SWIZZLE_KERNELS=triton needs a GPU and vLLM runs on the CPU here; "
             "unset it, or set it to torch or interpret."
         )
+    if settings.kernels == "torch" and device_type != "cpu":
+        return (
+            f"NUMA_SWIZZLE_KERNELS=torch attends on the CPU only and vLLM runs on {device_type} here; "
+            "unset it, or set it to triton."
+        )
     if wants_triton and importlib.util.find_spec("triton") is None:
+        instead = ", or set NUMA_SWIZZLE_KERNELS=torch" if device_type == "cpu" else ""
         return (
             f"NUMA_SWIZZLE_KERNELS={settings.kernels} needs the Triton package, which is not installed; "
-            'run `pip install "triton>=3.6"`, or set NUMA_SWIZZLE_KERNELS=torch.'
+            f'run `pip install "triton>=3.6"`{instead}.'
         )
     return None

@@ -86,8 +86,19 @@ def attend(
         v_scale=v_scale,
         lse=lse,
     )
+    plans = (schedule.decode, schedule.prefill)
+    if out_scale is not None and any(plan is not None and plan.variant.name not in GENERAL for plan in plans):
+        # a special kernel's output is quantised after it
+        plain = torch.empty(out.shape, dtype=shape.dtype, device=out.device)
+        attend(
+            q, k_pages, v_pages, plain, schedule, alibi_sqrt=alibi_sqrt, spans=spans, clamp_spans=clamp_spans,
+            q_scale=q_scale, **options,
+        )  # fmt: skip
+        largest = torch.finfo(out.dtype).max
+        out[:tokens].copy_((plain[:tokens].float() / out_scale).clamp(-largest, largest))
+        return
     general = _general_options(schedule.batch, alibi_sqrt, spans, clamp_spans, q_scale, out_scale)
-    for plan in (schedule.decode, schedule.prefill):
+    for plan in plans:
         if plan is not None:
             if general and plan.variant.name not in GENERAL:
                 raise ValueError(

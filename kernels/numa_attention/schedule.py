@@ -145,6 +145,10 @@ class Planner:
         self.shape = shape
         self.device = torch.device(device)
         self.kernels = resolve(kernels, self.device)
+        if self.kernels == "torch" and self.device.type != "cpu":
+            raise ValueError(
+                f"kernels='torch' attends on the CPU only and the device is {self.device}: use 'auto' or 'triton'."
+            )
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.max_decode_query = max_decode_query

@@ -7,7 +7,7 @@ tables with pages in random order, steps of decodes and prefills with padding. E
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +80,11 @@ class Request:
 
 @dataclass
 class Rig:
-    """Layers of one KV cache group with their caches, and the builder of their metadata."""
+    """Layers of one KV cache group with their caches, and the builder of their metadata.
+
+    causal, images: what the steps say of causality and of images, as the model runner does. as_quantised: what becomes
+    of queries.
+    """
 
     config: object
     layers: list
@@ -89,6 +93,9 @@ class Rig:
     dtype: torch.dtype
     free: list[int]
     generator: torch.Generator
+    causal: bool | torch.Tensor = True
+    images: dict[int, list[tuple[int, int]]] | None = None
+    as_quantised: Callable[[torch.Tensor], torch.Tensor] = lambda query: query
 
     def random(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, generator=self.generator).to(self.dtype)
@@ -161,15 +168,18 @@ class Rig:
             max_seq_len=max(seq_lens),
             block_table_tensor=table[:, :table_width],
             slot_mapping=torch.tensor(slots + [-1] * padding, dtype=torch.int64),
+            causal=self.causal,
+            mm_req_doc_ranges=self.images,
+            seq_lens_cpu_upper_bound=torch.tensor(seq_lens, dtype=torch.int32),
         )
 
     def expected(self, i: int, queries, requests, query_lens) -> torch.Tensor:
         """Attention of layer `i` in float64 over whole sequences, which knows of no pages."""
         layer, impl = self.layers[i], self.layers[i].impl
         rows, start = [], 0
-        for request, query_len in zip(requests, query_lens, strict=True):
+        for index, (request, query_len) in enumerate(zip(requests, query_lens, strict=True)):
             group = layer.num_heads // layer.num_kv_heads
-            q = queries[start : start + query_len].double()
+            q = self.as_quantised(queries[start : start + query_len]).double()
             k = request.keys[i].double().repeat_interleave(group, 1)
             v = request.values[i].double().repeat_interleave(group, 1)
             scores = torch.einsum("qhd,khd->hqk", q, k) * impl.scale
@@ -178,10 +188,18 @@ class Rig:
             positions = torch.arange(request.length)
             distance = positions[-query_len:, None] - positions
             if impl.alibi_slopes is not None:
-                scores = scores - impl.alibi_slopes.double()[:, None, None] * distance
-            hidden = distance < 0
+                bias = distance.double().clamp(min=0).sqrt() if impl.use_alibi_sqrt else distance
+                scores = scores - impl.alibi_slopes.double()[:, None, None] * bias
+            is_causal = self.causal if isinstance(self.causal, bool) else bool(self.causal[index])
+            hidden = (distance < 0) & is_causal
+            too_far = torch.zeros_like(hidden)
             if layer.sliding_window is not None:
-                hidden = hidden | (distance >= layer.sliding_window)
+                too_far = distance >= layer.sliding_window
+                hidden = hidden | too_far | (-distance >= layer.sliding_window)
+            for first, last in (self.images or {}).get(index, []):
+                inside = (positions >= first) & (positions <= last)
+                seen = inside[-query_len:, None] & inside
+                hidden = hidden & ~(seen & ~too_far if layer.mm_prefix_clamp_sliding_window else seen)
             scores = scores.masked_fill(hidden, -torch.inf)
             if impl.sinks is not None:
                 sink = impl.sinks.double()[:, None, None].expand(-1, query_len, 1)

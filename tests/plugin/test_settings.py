@@ -44,7 +44,8 @@ def test_table_agrees_with_the_kernel_library():
     [
         ("auto", "cpu", False, None),
         ("auto", "cuda", True, None),
-        ("torch", "cuda", False, None),
+        ("torch", "cpu", False, None),
+        ("torch", "cuda", True, "on the CPU only"),
         ("interpret", "cpu", True, None),
         ("triton", "cpu", True, "needs a GPU"),
         ("triton", "cuda", False, "pip install"),

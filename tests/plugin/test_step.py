@@ -203,14 +203,6 @@ def test_capture_uses_short_sequences(model):
         assert common.seq_lens.tolist() == [1, 1]
 
 
-def test_non_causal_step_is_refused(model):
-    with rig(model) as r:
-        common = r.common([r.new_request()], [4])
-        common.causal = False
-        with pytest.raises(NotImplementedError, match="non-causal"):
-            r.builder.build(0, common)
-
-
 def test_largest_graph_fits(model):
     """Batches are padded up to the next captured size, which may exceed max_num_seqs."""
     with rig(model) as r:

@@ -56,6 +56,11 @@ def reasons(**changes) -> list[str]:
         {"block_size": 528},
         {"has_sink": True},
         {"has_sliding_window": True},
+        {"use_mm_prefix": True},
+        {"use_non_causal": True},
+        {"attn_type": AttentionType.ENCODER},
+        {"attn_type": AttentionType.ENCODER_ONLY},
+        {"attn_type": AttentionType.ENCODER_DECODER},
         {"use_kv_connector": True},
     ],
     ids=str,
@@ -74,10 +79,8 @@ def test_supported(changes):
         ({"block_size": 8}, "block_size 8 is not a multiple of 16"),
         ({"use_mla": True}, "multi-head latent attention (MLA) is not supported"),
         ({"use_sparse": True}, "sparse attention is not supported"),
-        ({"use_mm_prefix": True}, "full attention inside images"),
         ({"use_per_head_quant_scales": True}, "KV cache scales per head are not supported"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"),
-        ({"use_non_causal": True}, "non-causal attention is not supported"),
+        ({"attn_type": "sideways"}, "attention type sideways not supported"),
         ({"use_batch_invariant": True}, "VLLM_BATCH_INVARIANT is not supported"),
         ({"use_pcp": True}, "prefill context parallelism is not supported"),
         ({"use_dcp": True}, "decode context parallelism is not supported"),
@@ -92,8 +95,8 @@ def test_refused_with_the_reason(changes, reason):
 
 
 def test_every_reason_is_named():
-    given = reasons(head_size=100, dtype=torch.float64, use_mm_prefix=True)
-    assert [reason.split()[0] for reason in given] == ["head_size", "dtype", "full"]
+    given = reasons(head_size=100, dtype=torch.float64, use_sparse=True)
+    assert [reason.split()[0] for reason in given] == ["head_size", "dtype", "sparse"]
 
 
 def test_wrong_setting_is_a_reason(monkeypatch):
@@ -113,8 +116,7 @@ def test_vllm_raises_every_reason(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attn_type": AttentionType.ENCODER_DECODER}, "decoder self-attention only"),
-        ({"use_alibi_sqrt": True}, "use_alibi_sqrt=True"),
+        ({"attn_type": AttentionType.ENCODER_ONLY, "alibi_slopes": [0.5] * HEADS}, "ALiBi in an encoder"),
         ({"chunk_lookback": 1}, "chunk_lookback=1"),
         ({"block_m": 64}, "block_m=64"),
     ],
