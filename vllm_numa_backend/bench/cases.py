@@ -92,11 +92,12 @@ class Tensors:
     scales: torch.Tensor
 
 
-def make_tensors(case: Case, seed: int = 0) -> Tensors:
-    """Random tensors of one case on the current GPU; pages lie in random order."""
-    device = torch.device("cuda")
+def make_tensors(case: Case, seed: int = 0, device: torch.device | str = "cuda") -> Tensors:
+    """Random tensors of one case; pages lie in random order. On a CPU one copy, as no cache is to be left cold."""
+    device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
-    copies = max(1, -(-ROTATION_BYTES // case.kv_bytes)) if case.query_len <= 8 else 1
+    rotate = case.query_len <= 8 and device.type != "cpu"
+    copies = max(1, -(-ROTATION_BYTES // case.kv_bytes)) if rotate else 1
     pages = -(-case.length // case.page_size)
     total = case.batch * pages
     tokens = case.batch * case.query_len

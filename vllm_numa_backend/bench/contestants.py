@@ -23,7 +23,7 @@ def ours(tensors: Tensors, **planner_options) -> tuple[Call, Schedule]:
     case = tensors.case
     planner = Planner(
         case.shape,
-        "cuda",
+        tensors.out.device,
         max_requests=max(case.batch, 8),
         max_tokens=tensors.out.shape[0],
         max_decode_query=case.query_len if tensors.step.num_decodes else 1,
@@ -144,3 +144,49 @@ def triton_attn(tensors: Tensors) -> dict[str, Call]:
     if case.query_len == 1:
         calls["split"] = make(True)
     return calls
+
+
+def aiter(tensors: Tensors) -> Call:
+    """AMD's paged decode or variable-length prefill, through our adapter, whatever the dispatcher would take."""
+    from numa_attention import aiter_adapter
+    from numa_attention.topology import detect
+
+    case = tensors.case
+    phase = "decode" if tensors.step.num_decodes else "prefill"
+    reason = aiter_adapter.why_not(
+        phase, case.shape, detect(tensors.out.device), frozenset(), max_decode_query=case.query_len
+    )
+    if reason is not None:
+        raise NotImplementedError(reason)
+    return ours(tensors, kernels="triton", aiter="always")[0]
+
+
+def aiter_unified(tensors: Tensors) -> Call:
+    """AMD's Triton kernel for both phases, which vLLM calls ROCM_AITER_UNIFIED_ATTN."""
+    from aiter.ops.triton.unified_attention import unified_attention
+
+    case, step = tensors.case, tensors.step
+    descale = tensors.scales.expand(case.batch, case.kv_heads) if is_fp8(case) else None
+
+    def call(copy: int) -> None:
+        kv = tensors.kv[copy]
+        unified_attention(
+            q=tensors.q[copy],
+            k=kv[:, 0],
+            v=kv[:, 1],
+            out=tensors.out,
+            cu_seqlens_q=step.query_start_loc,
+            max_seqlen_q=case.query_len,
+            seqused_k=step.seq_lens,
+            max_seqlen_k=case.length,
+            softmax_scale=case.head_dim**-0.5,
+            causal=True,
+            window_size=(case.window, 0) if case.window >= 0 else (-1, -1),
+            block_table=step.block_table,
+            softcap=0.0,
+            q_descale=None,
+            k_descale=descale,
+            v_descale=descale,
+        )
+
+    return call

@@ -1,13 +1,15 @@
-"""numa-swizzle bench: our kernels beside vLLM's FlashAttention-3 and TRITON_ATTN, in one run, on this GPU."""
+"""numa-swizzle bench: our kernels beside vLLM's own, in one run, on this machine."""
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import UserError
@@ -39,6 +41,52 @@ def decode(
 def prefill(kv_dtype: KvDtype = "bf16", rows: Rows = None, as_json: AsJson = False) -> None:
     """Causal prefill of whole prompts over a paged cache: time, TFLOP/s, ratios."""
     run("prefill", kv_dtype, 1, rows, as_json)
+
+
+@bench.command()
+def report(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the report goes.")] = Path(
+        "numa-swizzle-report"
+    ),
+    rows: Annotated[int, typer.Option(min=1, help="At most so many cases of each table.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Test every kernel against the specification, time mappings, decode and prefill beside vLLM's own, write a report.
+
+    For any GPU; on a CPU the shapes are tiny and the report says so. Exits with 1 if a kernel is wrong.
+    """
+    from vllm_numa_backend import settings
+    from vllm_numa_backend.bench.report import make_report
+    from vllm_numa_backend.bench.report_files import as_dict, write_report
+
+    try:
+        chosen = settings.current()
+    except settings.SettingsError as error:
+        raise UserError(str(error)) from None
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        made = make_report(
+            rows=rows,
+            kernels=chosen.kernels,
+            progress=status.update,
+            keep=lambda so_far: write_report(so_far, out, plots=False),
+        )
+    write_report(made, out)
+    if as_json:
+        typer.echo(json.dumps(as_dict(made), indent=2))
+    else:
+        wrong = sum(not check.passed for check in made.checks)
+        verdict = (
+            f"[red]{wrong} of {len(made.checks)} checks fail[/]"
+            if wrong
+            else "[green]all kernels are right[/]"
+        )
+        Console(highlight=False).print(
+            f"{verdict}; {len(made.timings)} timings. Send the folder {escape(str(out))} back.",
+            soft_wrap=True,
+        )
+    if any(not check.passed for check in made.checks):
+        raise typer.Exit(1)
 
 
 def run(phase: str, kv_dtype: str, query_len: int, rows: str | None, as_json: bool) -> None:
