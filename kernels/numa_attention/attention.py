@@ -12,7 +12,16 @@ from numa_attention.shapes import CONTIGUOUS, FLOAT8, LayerShape
 
 # the kernels that take every option; special ones refuse what they lack, and `variants` picks them only for layers
 # whose shape is neither `general` nor contiguous
-GENERAL = frozenset({"portable-decode", "portable-prefill", "cdna5-decode", "torch-decode", "torch-prefill"})
+GENERAL = frozenset(
+    {
+        "portable-decode",
+        "portable-prefill",
+        "cdna5-decode",
+        "cdna5-cluster-decode",
+        "torch-decode",
+        "torch-prefill",
+    }
+)
 # launches of each variant since the last `ran.clear()`: what really ran, for tests and reports
 ran: Counter[str] = Counter()
 
@@ -215,6 +224,8 @@ def kernel_of(name: str):
             from numa_attention.decode.hopper_launch import decode as function
         elif name == "cdna5-decode":
             from numa_attention.decode.cdna5 import decode as function
+        elif name == "cdna5-cluster-decode":
+            from numa_attention.decode.cdna5_cluster import decode as function
         elif name == "torch-decode":
             from numa_attention.torch_walk import decode as function
         elif name == "torch-prefill":

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from numa_attention import aiter_adapter
-from numa_attention.decode import work_list
+from numa_attention.decode import cdna5_variant, work_list
 from numa_attention.jit import resolve
 from numa_attention.machine.dispatch import MIN_TILES
 from numa_attention.mapping import check_mapping
@@ -111,6 +111,8 @@ class Planner:
     mapping: one of `mapping.MAPPINGS`, None for the variant's own. topology: another device than the detected one.
     aiter: "auto", "never" or "always" use AMD's own kernels; features: what the layer's calls have, of "sinks",
     "alibi", "soft_cap" and "lse"; see `aiter_adapter`. decode_variant: instead of the dispatcher's, to measure another.
+    clusters: on gfx1250, steps whose units fill the device and whose pages are long enough are decoded in clusters of
+    workgroups (`decode/cdna5_cluster.py`), which does not balance uneven lengths.
 
     Raises UnsupportedShape, ValueError (kernels that cannot run on the device, an unknown mapping, a limit below 1) or
     MissingTriton.
@@ -127,6 +129,7 @@ class Planner:
         kernels: str = "auto",
         mapping: str | None = None,
         topology: Topology | None = None,
+        clusters: bool = False,
         aiter: str = "never",
         features: frozenset[str] = frozenset(),
         decode_variant: Variant | None = None,
@@ -159,6 +162,12 @@ class Planner:
         self.prefill_variant = choose_prefill(
             shape, topology, self.kernels, mapping, aiter=aiter, features=features
         )
+        if clusters and self.decode_variant.name != "cdna5-decode":
+            raise ValueError(
+                f"clusters=True is for the kernel cdna5-decode; this layer has {self.decode_variant.describe()}"
+            )
+        self.clusters = clusters
+        self._clusters: dict[int, DecodeSchedule | None] = {}  # by decoding requests
         self.row_blocks = -(-shape.group * max_decode_query // self.decode_variant.block_m)
         self.decode_buffers = self._make_decode_buffers()
         self._seq_lens = torch.empty(max_requests, dtype=torch.int32, device=self.device)
@@ -235,7 +244,26 @@ class Planner:
                     f"max_decode_query={self.max_decode_query}"
                 )
 
+    def _in_clusters(self, number: int) -> DecodeSchedule | None:
+        """The schedule of `number` decoding requests in clusters: no list at all; None where they do not fit."""
+        if number not in self._clusters:
+            own, shape = self.decode_variant, self.shape
+            units = number * shape.kv_heads * self.row_blocks
+            found = cdna5_variant.cluster_of(shape, units, own.workgroups)
+            if found is None:
+                self._clusters[number] = None
+            else:
+                cluster, block_n = found
+                variant = replace(
+                    own, name="cdna5-cluster-decode", form="", block_n=block_n, cluster=cluster,
+                    workgroups=units * cluster, row_blocks=self.row_blocks,
+                )  # fmt: skip
+                self._clusters[number] = replace(self.decode_buffers, variant=variant)
+        return self._clusters[number]
+
     def _plan_decode(self, batch: StepBatch) -> DecodeSchedule:
+        if self.clusters and (in_clusters := self._in_clusters(batch.num_decodes)):
+            return in_clusters
         number, plan, shape = batch.num_decodes, self.decode_buffers, self.shape
         if self.decode_variant.name == aiter_adapter.DECODE:
             return plan

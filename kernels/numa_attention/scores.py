@@ -25,6 +25,15 @@ def tanh(b_x):
 
 
 @kernel
+def alibi_distance(b_distance, HAS_ALIBI: tl.constexpr):
+    """What a slope is multiplied by. b_distance: key position less query position, of any shape."""
+    b_distance = b_distance.to(tl.float32)
+    if HAS_ALIBI == 2:
+        b_distance = -tl.sqrt(tl.maximum(-b_distance, 0.0))
+    return b_distance
+
+
+@kernel
 def score_tile(
     b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr
 ):
@@ -37,9 +46,7 @@ def score_tile(
     if HAS_ALIBI:
         # a product with token positions in 16 bits would round the positions
         b_slope = b_slope.to(tl.float32)
-        b_distance = (o_key[None, :] - o_position[:, None]).to(tl.float32)
-        if HAS_ALIBI == 2:
-            b_distance = -tl.sqrt(tl.maximum(-b_distance, 0.0))
+        b_distance = alibi_distance(o_key[None, :] - o_position[:, None], HAS_ALIBI)
     if HAS_CAP:
         b_s = soft_cap * tanh(b_s * (scale / soft_cap))
         if HAS_ALIBI:

@@ -24,7 +24,8 @@ class Variant:
     block_m: rows of the packed GQA tile (query positions x query heads of one KV head). block_n: KV tokens a tile.
     workgroups: workgroups of a decode launch, 0 for prefill, whose grid follows the step. mapping, domains: which
     workgroup takes which tile. form: how a kernel that has several overlaps copies, products and the softmax.
-    instead_of: the generation's own kernel that cannot run the layer, and why.
+    instead_of: the generation's own kernel that cannot run the layer, and why. cluster: workgroups that share a unit
+    and meet at a barrier, of which `workgroups` is a multiple. row_blocks: of a KV head, where the kernel has to know.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Variant:
     domains: int
     form: str = ""
     instead_of: str = ""
+    cluster: int = 1
+    row_blocks: int = 1
 
     @property
     def domains_used(self) -> int:
@@ -50,6 +53,8 @@ class Variant:
             package = f"{aiter_adapter.DISTRIBUTION} {aiter_adapter.installed()}"
             return f"variant {self.name}: {package}, its own tile and mapping"
         grid = f", {self.workgroups} workgroups, splits merged by the last arriver" if self.workgroups else ""
+        if self.cluster > 1:
+            grid = f", {self.workgroups} workgroups in clusters of {self.cluster}, merged at the cluster's barrier"
         form = f" ({self.form})" if self.form else ""
         instead = f"; {self.instead_of}" if self.instead_of else ""
         return (

@@ -34,9 +34,7 @@ class Interpreted:
 
     def __call__(self, key, grid, arguments, constants, options) -> None:
         self.launches += 1
-        interpret(self.kernel)[grid](
-            *arguments, **constants | self.changes, num_warps=options["num_warps"], **self.options
-        )
+        interpret(self.kernel)[grid](*arguments, **constants | self.changes, **options, **self.options)
 
 
 @contextmanager

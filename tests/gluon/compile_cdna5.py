@@ -24,6 +24,9 @@ def decode_layers() -> dict[str, tuple[dict, dict]]:
     layers["fp8 head_dim 256"] = dict(page_size=64, head_dims=(256, 256), float8=E4M3), {}
     layers["fp8 small pages"] = dict(float8=E4M3), {}
     layers["everything"] = dict(page_size=64, **EVERYTHING), {}
+    for name, layer, block_n in (("bf16", {}, 64), ("fp8", {"float8": E4M3}, 128)):
+        cluster = dict(name="cdna5-cluster-decode", cluster=4, block_n=block_n, form="")
+        layers[f"{name} cluster"] = dict(page_size=1024, group=64, **layer), cluster
     return layers
 
 

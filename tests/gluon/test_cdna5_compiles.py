@@ -69,7 +69,13 @@ def test_decode(decode):
         assert report["kernel"] == "decode_kernel"
         check_resources(name, report)
         check_loop(name, report)
-        assert report["whole"]["atomic"] == 2, f"{name}: the last arriver of a group, then of the groups"
+        # the last arriver of a group, then of the groups; the release and the acquire around a cluster's barrier
+        whole, in_clusters = report["whole"], "cluster" in name
+        assert whole["atomic"] == 2, name
+        assert whole["write-back of caches"] >= 1 and whole["invalidation of caches"] >= 1, name
+        # a signal and a wait each
+        assert (whole.get("cluster barrier", 0) >= 2) == in_clusters, name
+        assert whole.get("cluster barrier", 0) % 2 == 0 and "cluster barrier" not in report["main_loop"], name
     # two float8 products replace four of half the depth each: as many instructions for twice the tokens
     assert decode["fp8 four-stage"]["main_loop"]["wmma"] == decode["bf16 four-stage"]["main_loop"]["wmma"]
     lds = [decode[f"bf16 {form}"]["resources"]["shared"] for form in ("single", "two-stage", "four-stage")]

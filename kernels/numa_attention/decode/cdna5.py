@@ -38,6 +38,7 @@ K_WIDTH = gl.constexpr(8)  # consecutive elements of an operand in one lane: as 
 P_FLOAT8 = gl.constexpr(256.0)
 
 # the scoring rule is that of all kernels: these are its plain-Triton functions, compiled by Gluon
+alibi_distance = gluon.jit(scores.alibi_distance.fn)
 score_tile = gluon.jit(scores.score_tile.fn)
 sight = gluon.jit(scores.sight.fn)
 safe_max = gluon.jit(scores.safe_max.fn)

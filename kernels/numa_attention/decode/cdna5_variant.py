@@ -16,6 +16,8 @@ TILE_BYTES = (
 MAX_BLOCK_N = 128
 # TDM requests under way at a time: the compiler waits before it lets another one begin
 MAX_REQUESTS = 11
+MAX_CLUSTER = 16
+LEAST_FILL = 0.75  # of the workgroups that a device holds
 REQUESTS_AHEAD = 5  # tiles of keys or values that the four-stage form has under way
 
 
@@ -65,6 +67,28 @@ def tile_of(shape: LayerShape) -> Cdna5Tile:
     runs_ahead = REQUESTS_AHEAD * copies_of(shape.page_size, block_n) <= MAX_REQUESTS
     # where requests are too small for two tiles ahead, a third buffer would only cost LDS
     return Cdna5Tile(block_n, "four-stage" if runs_ahead else "two-stage")
+
+
+def cluster_of(shape: LayerShape, units: int, workgroups: int) -> tuple[int, int] | None:
+    """(workgroups a cluster, KV tokens a workgroup) of a step of `units` units on a device that holds `workgroups`.
+
+    None where clusters would leave workgroups idle, or where pages are too short: a page must hold a tile of each
+    workgroup, as one TDM request brings them all.
+    """
+    block_n = 64 if shape.kv_dtype.itemsize == 1 else 32
+    cluster = 1
+    while (
+        2 * cluster <= MAX_CLUSTER
+        and 2 * cluster * units <= workgroups
+        and shape.page_size % (2 * cluster * block_n) == 0
+    ):
+        cluster *= 2
+    if cluster == 1 or units * cluster < LEAST_FILL * workgroups:
+        return None
+    widest = tile_of(shape).block_n
+    while 2 * block_n <= widest and shape.page_size % (2 * cluster * block_n) == 0:
+        block_n *= 2
+    return cluster, block_n
 
 
 def chunk_of(page_size: int, block_n: int) -> int:

@@ -25,6 +25,8 @@ AMD_KINDS = {
     "tensor wait": r"s_wait_tensorcnt",
     "tensor wait for less than all": r"s_wait_tensorcnt (0x)?0*[1-9a-f]",
     "cluster barrier": r"s_barrier_(signal|wait) -3",
+    "write-back of caches": r"global_wb",
+    "invalidation of caches": r"global_inv",
     "LDS store": r"ds_store",
     "move between lanes through LDS": r"ds_b?permute",
     "wide load": r"(global|buffer|flat)_load_(dwordx4|b128)(?! .*\blds\b)",
