@@ -62,6 +62,7 @@ def test_common_layers(generation, tmp_path):
         # the last arriver of a group, then of the groups
         arrivals = 2 if report["kernel"] == "decode_kernel" else 0
         assert report["whole"].get("atomic", 0) == arrivals, name
+        assert len(report["announcements"]) == (arrivals if generation.startswith("gfx") else 0), name
     assert code == 0
 
 
@@ -131,6 +132,41 @@ def test_the_loop_of_nvidia_code():
     assert code.count((2, 6)) == {"async copy": 1, "wgmma": 1, "exponential": 1}
     assert code.count()["scratch access"] == 2 and code.count()["atomic"] == 1
     assert len(code.instructions) == 10
+
+
+ANNOUNCING = """
+\tbuffer_store_dwordx4 v[0:3], v4, s[0:3], 0 offen
+\tbuffer_store_dword v5, v4, s[0:3], 0 offen
+\ts_waitcnt vmcnt(0)
+\ts_mov_b32 s0, 0
+\ts_waitcnt lgkmcnt(0)
+\ts_barrier
+\tbuffer_wbl2 sc1
+\ts_waitcnt vmcnt(0)
+\tglobal_atomic_add v3, v42, v3, s[18:19] sc0
+\ts_waitcnt vmcnt(0)
+\tbuffer_inv sc1
+\tglobal_store_dword v42, v42, s[18:19]
+"""
+
+
+def test_how_a_part_is_announced():
+    def order(text):
+        return isa.announcements(isa.parse(text, isa.AMD_KINDS))
+
+    assert order(ANNOUNCING) == [isa.ANNOUNCED]
+    # other waves' stores may be on their way: what Triton's barrier alone makes
+    first_wait = "\ts_waitcnt vmcnt(0)\n\ts_mov"
+    assert order(ANNOUNCING.replace(first_wait, "\ts_mov")) == [
+        "store barrier write back wait atomic invalidate"
+    ]
+    assert order(ANNOUNCING.replace("\tbuffer_wbl2 sc1\n", "")) == [
+        "store wait barrier wait atomic invalidate"
+    ]
+    assert order(ANNOUNCING.replace("\tbuffer_inv sc1\n", "")) == [
+        isa.ANNOUNCED.replace("invalidate", "store")
+    ]
+    assert order(ANNOUNCING.replace("sc1", "sc0")) == ["store wait barrier wait atomic store"]
 
 
 def test_code_without_a_product_has_no_main_loop():

@@ -17,6 +17,7 @@ from numa_attention.scores import add_sink, natural_lse, normalise, quantise, sa
 from numa_attention.shapes import LayerShape
 from numa_attention.variants import Variant, next_power_of_2
 from numa_attention.walk import walk
+from numa_attention.waves import global_barrier
 
 
 @kernel
@@ -66,7 +67,7 @@ def store_part(b_m, b_l, b_acc, partial_acc, partial_ml, slot, BLOCK_M: tl.const
 def arrive_last(p_arrivals, parts):
     """Announce a stored part. True for the workgroup that completes the count, which finds the counter reset."""
     # all stores of this workgroup come before its one thread announces them
-    tl.debug_barrier()
+    global_barrier()
     last = tl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu") == parts - 1
     if last:
         tl.store(p_arrivals, 0)
@@ -342,7 +343,7 @@ def decode_kernel(
                 )
                 whole = groups == 1
                 if groups > 1:
-                    tl.debug_barrier()  # all of this workgroup has read the part that is now overwritten
+                    global_barrier()  # all of this workgroup has read the part that is now overwritten
                     store_part(b_m, b_l, b_acc, partial_acc, partial_ml, group_slot, BLOCK_M, BLOCK_DV)
                     root = arrivals + 2 * workgroups + (2 * first_workgroup + 1)  # slot of split 0
                     whole = arrive_last(root, groups)

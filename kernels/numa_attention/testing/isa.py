@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import triton
@@ -49,6 +50,20 @@ NVIDIA_KINDS = {
     "scratch access": r"(STL|LDL)\b",
 }
 MATRIX_KINDS = ("mfma", "wmma", "wgmma", "mma.sync", "tcgen05")
+
+# how a workgroup on AMD tells another that its stores are done: the order of these decides whether it is true
+ANNOUNCING = {
+    "store": r"(buffer|global|flat)_store",
+    "wait": r"s_waitcnt .*vmcnt\(0\)|s_wait_storecnt 0x0",
+    "barrier": r"s_barrier",
+    "write back": r"buffer_wbl2 sc1|global_wb scope:SCOPE_DEV",
+    "atomic": AMD_KINDS["atomic"],
+    "invalidate": r"buffer_inv sc1|global_inv scope:SCOPE_DEV",
+}
+# stores of every wave have reached the L2, all waves have come, the L2 is written back for the other domains, then the
+# count; after it what this domain's L2 holds of the others' stores is dropped
+ANNOUNCED = "store wait barrier write back wait atomic invalidate"
+ANNOUNCED_BY_ONE_WAVE = "store wait write back wait atomic invalidate"
 
 _LABEL = re.compile(r"(\.L(?:BB|_x_)\w+):")
 _AMD_INSTRUCTION = re.compile(r"\t([a-z]\w+.*)")
@@ -91,6 +106,25 @@ class Code:
             if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in multiplying)
         ]
         return min(innermost, key=lambda loop: loop[1] - loop[0], default=None)
+
+
+def announcements(code: Code) -> list[str]:
+    """For each atomic, the kinds of ANNOUNCING from the last store before it to what invalidates after it, in order.
+
+    Repetitions count once; the wait for the atomic's own result is left out.
+    """
+    words = [
+        kind for text in code.instructions for kind, pattern in ANNOUNCING.items() if re.match(pattern, text)
+    ]
+    found = []
+    for place, word in enumerate(words):
+        if word != "atomic":
+            continue
+        begin = max((at for at in range(place) if words[at] == "store"), default=0)
+        before = [kind for kind, _ in groupby(words[begin:place])]
+        after = next((kind for kind in words[place + 1 :] if kind != "wait"), "nothing")
+        found.append(" ".join([*before, "atomic", after]))
+    return found
 
 
 def parse(listing: str, kinds: dict[str, str]) -> Code:

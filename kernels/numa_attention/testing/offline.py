@@ -35,6 +35,7 @@ class Report:
 
     tile: block_m x block_n, warps, stages; empty for kernels that have no variant. whole, main_loop: instructions of
     each kind (see `isa`) in the kernel and in the loop over tiles that need no mask; loop_length: all its instructions.
+    announcements: on AMD, how each atomic of a merge follows the stores that it announces, see `isa.announcements`.
     """
 
     generation: str
@@ -46,6 +47,7 @@ class Report:
     whole: dict[str, int]
     main_loop: dict[str, int]
     loop_length: int
+    announcements: list[str]
     seconds: float
 
     def faults(self) -> list[str]:
@@ -55,7 +57,14 @@ class Report:
             found.append(f"needs {self.resources.shared} bytes of LDS, there are {self.shared_limit}")
         if self._spills() and not self._accepted():
             found.append(self._spills())
+        for order in self.announcements:
+            if order not in (isa.ANNOUNCED, self._alone()):
+                found.append(f"announces its part too early: {order}")
         return found
+
+    def _alone(self) -> str | None:
+        """The order that is enough where a workgroup is one wave."""
+        return isa.ANNOUNCED_BY_ONE_WAVE if " 1w " in f" {self.tile} " else None
 
     def notes(self) -> list[str]:
         """What is known and accepted; empty if nothing is."""
@@ -102,6 +111,7 @@ def reports(generation: str, calls: list[tuple[Call, str]], **tile: int | str) -
                 whole=dict(code.count()),
                 main_loop=dict(code.count(loop)) if loop else {},
                 loop_length=loop[1] - loop[0] if loop else 0,
+                announcements=isa.announcements(code) if generation.startswith("gfx") else [],
                 seconds=time.perf_counter() - start,
             )
 
