@@ -25,7 +25,8 @@ NOT_INHERITED = ("TRITON_INTERPRET", "NUMA_SWIZZLE_KERNELS", "NUMA_SWIZZLE_MAPPI
 
 @dataclass
 class Job:
-    """Prompts for one engine. generate: tokens to produce greedily; score: give the log-probabilities of the prompts.
+    """Prompts for one engine. generate: tokens to produce greedily; score: give the log-probabilities of the prompts;
+    embed: give their embeddings instead, for a model that makes them.
 
     prompts: token ids. watch_decodes: fill the outcome's decodes, for NUMA_SWIZZLE in one process.
     options: keyword arguments of vllm.LLM. environment: more environment variables.
@@ -36,6 +37,7 @@ class Job:
     prompts: list[list[int]]
     generate: int = 1
     score: bool = False
+    embed: bool = False
     multiprocess: bool = False
     watch_decodes: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +51,8 @@ class Outcome:
     tokens: produced tokens of each prompt. scores: log-probability of each prompt token but the first.
     ran: launches of each kernel variant, counted where the model runs; empty where that is another process.
     cached_tokens: prompt tokens that came from the prefix cache. decodes: launches of the decode kernels by the query
-    tokens of each request, as "1 4". log: everything the process printed, for all its engines.
+    tokens of each request, as "1 4". embeddings: of each prompt, of length 1. log: everything the process printed, for
+    all its engines.
     """
 
     tokens: list[list[int]]
@@ -57,6 +60,7 @@ class Outcome:
     ran: dict[str, int]
     cached_tokens: int
     decodes: dict[str, int]
+    embeddings: list[list[float]] = field(default_factory=list)
     log: str = ""
 
 
@@ -112,6 +116,12 @@ def serve(job: Job) -> dict[str, Any]:
     forget_launches()
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8, "enforce_eager": True} | job.options
     llm = LLM(model=job.model, attention_backend=job.backend, disable_log_stats=False, **options)
+    prompts = [{"prompt_token_ids": prompt} for prompt in job.prompts]
+    if job.embed:
+        embeddings = [output.outputs.embedding for output in llm.embed(prompts)]
+        return {
+            "tokens": [], "scores": [], "ran": launches(), "cached_tokens": 0, "decodes": {}, "embeddings": embeddings,
+        }  # fmt: skip
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=job.generate,
@@ -119,7 +129,7 @@ def serve(job: Job) -> dict[str, Any]:
         prompt_logprobs=0 if job.score else None,
     )
     with decodes_watched(job.watch_decodes) as decodes:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job.prompts], sampling)
+        outputs = llm.generate(prompts, sampling)
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "scores": [prompt_scores(output) for output in outputs] if job.score else [],
