@@ -1,12 +1,13 @@
-"""Attention over pages whose addresses need more than 32 bits, in a sparse file of 20 GiB that takes no memory."""
+"""Attention over tensors whose addresses need more than 32 bits, in sparse files that take no memory."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.kernel_step import check
-from tests.support import PagedCase
+from numa_attention import attention, reference
+from tests.kernel_step import check, make_planner, step_of
+from tests.support import PagedCase, assert_close, make_contiguous_case, make_paged_case
 
 PAGES = 300_000  # of 16 tokens x 8 KV heads x 128 x K and V: 20 GiB in bfloat16
 PAGE_ELEMENTS = 2 * 16 * 8 * 128
@@ -38,3 +39,34 @@ def test_pages_beyond_32_bits(kernels, num_decodes, tmp_path):
     check(case, kernels=kernels, num_decodes=num_decodes)
     # a wrapped address would have read another, empty place, and the comparison above would have failed
     assert path.stat().st_blocks * 512 < 4 << 20
+
+
+STRIDE = 1 << 30  # elements between tokens: the third lies past 2**31
+
+
+def spread_out(rows: torch.Tensor, path) -> torch.Tensor:
+    """The same [tokens, heads, dim], each token STRIDE elements after the one before it."""
+    size = (len(rows) - 1) * STRIDE + rows[0].numel()
+    storage = torch.from_file(str(path), shared=True, size=size, dtype=rows.dtype)
+    far = storage.as_strided(rows.shape, (STRIDE, *rows.stride()[1:]))
+    far.copy_(rows)
+    return far
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the file-backed tensors are on the CPU")
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("pages", [True, False], ids=["pages", "no-pages"])
+@pytest.mark.parametrize("num_decodes", [1, 0], ids=["decode", "prefill"])
+def test_tokens_beyond_32_bits(kernels, pages, num_decodes, tmp_path):
+    """Queries, outputs, and keys and values without pages, by token number x stride."""
+    make = make_paged_case if pages else make_contiguous_case
+    case = make([4], [4], dtype=torch.bfloat16, **({} if pages else {"gap": 0}))
+    expected, _ = reference.attention(*case.arguments(), scale=0.125)
+    out = spread_out(case.poisoned_output(), tmp_path / "out")
+    case.q = spread_out(case.q, tmp_path / "q")
+    if not pages:
+        case.k_pages = spread_out(case.k_pages.contiguous(), tmp_path / "k")
+        case.v_pages = spread_out(case.v_pages.contiguous(), tmp_path / "v")
+    schedule = make_planner(case, kernels=kernels, max_decode_query=4).plan(step_of(case, num_decodes))
+    attention.attend(case.q, case.k_pages, case.v_pages, out, schedule, scale=0.125)
+    assert_close(out.contiguous(), expected)
