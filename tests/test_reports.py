@@ -24,7 +24,7 @@
 | another result with another number of splits | test_reports.py::test_any_number_of_splits_gives_one_result |
 | drift at long context | test_reports.py::test_a_long_context |
 | a bare assertion where context parallelism is asked for | plugin/test_support.py::test_refused_with_the_reason |
-| a dummy run longer than its block table row | test_refusals.py::test_a_sequence_longer_than_its_block_table_row_is_cut |
+| a dummy run longer than its pages | test_refusals.py::test_a_sequence_longer_than_its_block_table_row_is_cut |
 | buffers of a graph that move | test_decode_schedule.py::test_schedule_outlives_other_lengths |
 | tiles that cross pages of 528 or 784 tokens | test_attention.py::test_page_sizes |
 | several decode tokens that read past the block table's row | plugin/test_step.py::test_speculative_decode_is_decode |
