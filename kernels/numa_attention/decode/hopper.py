@@ -96,12 +96,19 @@ def begin_softmax(
 
 
 @gluon.jit
-def end_softmax(b_s, b_m, b_ls, b_alpha, shared_p):
-    """Second half: probabilities [M, N] into shared memory; the new sums [M, N], not yet added up along the keys."""
+def end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM: gl.constexpr):
+    """Second half: probabilities [M, N] into shared memory; the new sums.
+
+    With LATE_SUM they are [M, N], added up along the keys when all tiles are done: warps need not meet for them. Wide
+    tiles have no registers for that: theirs are [M].
+    """
     b_p = gl.exp2(b_s - safe_max(b_m)[:, None])
     shared_p.store(b_p.to(shared_p.dtype))
     hopper.fence_async_shared()
-    return b_ls * b_alpha[:, None] + b_p
+    if LATE_SUM:
+        return b_ls * b_alpha[:, None] + b_p
+    else:
+        return b_ls * b_alpha + gl.sum(b_p, 1)
 
 
 @gluon.jit
@@ -138,6 +145,7 @@ def consume(
     """Attention of all items of a workgroup, from the tiles that `produce` copies."""
     TRANSPOSED: gl.constexpr = gl.permute(gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC_S), (1, 0)).type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, TRANSPOSED)
+    LATE_SUM: gl.constexpr = BLOCK_M <= 16
     first = gl.load(ranges + workgroup * 2)
     count = gl.load(ranges + workgroup * 2 + 1)
     qk_scale = scale
@@ -188,7 +196,10 @@ def consume(
             interior_end = seq_len // BLOCK_N
 
         b_m = gl.full((BLOCK_M,), float("-inf"), gl.float32, ROW)
-        b_ls = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, TRANSPOSED)
+        if LATE_SUM:
+            b_ls = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, TRANSPOSED)
+        else:
+            b_ls = gl.zeros((BLOCK_M,), gl.float32, ROW)
         b_accs = ()
         for _ in gl.static_range(PARTS):
             b_accs = b_accs + (gl.zeros((64, BLOCK_M), gl.float32, ACC_O),)
@@ -213,7 +224,7 @@ def consume(
                 b_next = multiply_keys(
                     buffers_k, slot_next * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_S
                 )  # tile + 1
-                b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p)  # tile
+                b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM)  # tile
                 b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
                 hopper.mbarrier.wait(full_v.index(slot), (step // STAGES) & 1)
                 b_accs = multiply_values(
@@ -232,7 +243,7 @@ def consume(
                 hopper.mbarrier.arrive(empty_v.index(slot), count=1)
                 step += 1
             slot = step % STAGES
-            b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p)
+            b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM)
             b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
             hopper.mbarrier.wait(full_v.index(slot), (step // STAGES) & 1)
             last = tile_end - 1
@@ -258,7 +269,7 @@ def consume(
                     b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
                     qk_scale, soft_cap, BLOCK_N, TRANSPOSED, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
                 )  # fmt: skip
-                b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p)
+                b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM)
                 b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
                 hopper.mbarrier.wait(full_v.index(slot), phase)
                 b_accs = multiply_values(
@@ -272,7 +283,7 @@ def consume(
                 hopper.mbarrier.arrive(empty_k.index(slot), count=1)
                 hopper.mbarrier.arrive(empty_v.index(slot), count=1)
                 step += 1
-        b_l = gl.sum(b_ls, 1)
+        b_l = gl.sum(b_ls, 1) if LATE_SUM else b_ls
 
         whole = splits == 1
         if splits > 1:

@@ -20,7 +20,10 @@ from numa_attention.shapes import LayerShape
 from numa_attention.variants import Variant
 
 FAN_IN = 16  # parts merged at a time, as in decode/portable.py
-PRODUCER_REGISTERS = 40
+PRODUCER_REGISTERS = {
+    True: 24,
+    False: 40,
+}  # whether a tile lies in one page: others need addresses of several
 MERGE_REGISTERS = 64  # float32 values of parts that a thread loads at a time when it merges
 THREADS = 128  # that compute
 
@@ -57,7 +60,7 @@ def constants_of(
         DOMAINS=variant.domains if variant.mapping.startswith("swizzled") else 1,
         FAN_IN=FAN_IN,
         IN_FLIGHT=max(1, min(4, MERGE_REGISTERS * THREADS // (shape.head_dim * rows))),
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS[chunk_of(shape.page_size, block_n) == block_n],
         ACC_S=accumulator,
         ACC_O=accumulator,
         QUERY=gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]),

@@ -21,7 +21,8 @@ REGISTERS = {
     1: 255,
     2: 128,
 }  # of a thread, by workgroups of an SM: eight warps, of which the four that compute get more
-FOUR_STAGE_ROWS = 16  # with more rows, two tiles of scores at a time do not fit into the registers
+# more rows, or larger accumulators beside float8 tiles, leave no registers for two tiles of scores at a time
+FOUR_STAGE_ROWS, FOUR_STAGE_FLOAT8_HEAD_DIM = 16, 128
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ def stages_of(shape: LayerShape, rows: int, workgroups_per_unit: int) -> int:
 
 def tile_of(shape: LayerShape, rows: int) -> HopperTile:
     """The tile for a layer that the kernel takes and packed query tiles of `rows` rows."""
-    form = "four-stage" if rows <= FOUR_STAGE_ROWS else "two-stage"
+    float8 = shape.kv_dtype.itemsize == 1
+    fits = rows <= FOUR_STAGE_ROWS and not (float8 and shape.head_dim > FOUR_STAGE_FLOAT8_HEAD_DIM)
+    form = "four-stage" if fits else "two-stage"
     # two workgroups hide each other's waits, where each can still copy ahead
     for workgroups in (2, 1):
         stages = stages_of(shape, rows, workgroups)

@@ -123,7 +123,7 @@ def compile_call(call: Call, generation: str, step: str, **tile: int | str) -> l
         topology=pretend(generation),
     )
     shape, variant, decode, prefill = call.shape, None, None, None
-    batch = _batch(num_decodes=REQUESTS if step == "decode" else 0 if step == "prefill" else 1)
+    batch = batch_of(num_decodes=REQUESTS if step == "decode" else 0 if step == "prefill" else 1)
     if step == "decode":
         variant = replace(planner.decode_variant, **tile)
         decode = replace(planner.decode_buffers, variant=variant)
@@ -136,7 +136,7 @@ def compile_call(call: Call, generation: str, step: str, **tile: int | str) -> l
         elif step == "write":
             _write(call)
         else:
-            _attend(call, Schedule(batch, shape, "triton", decode=decode, prefill=prefill))
+            attend_once(call, Schedule(batch, shape, "triton", decode=decode, prefill=prefill))
     return [Compiled(name, step, variant, result) for name, result in captured]
 
 
@@ -144,7 +144,7 @@ def _empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def _batch(num_decodes: int) -> StepBatch:
+def batch_of(num_decodes: int) -> StepBatch:
     """One query token for each decode, and for each other request 17 or 33."""
     query_lens = torch.ones(REQUESTS, dtype=torch.int32)
     query_lens[num_decodes::2], query_lens[num_decodes + 1 :: 2] = 17, 33
@@ -173,7 +173,7 @@ def _scales(shape: LayerShape) -> dict[str, torch.Tensor]:
     return {name: _empty(1, dtype=torch.float32) for name in ("k_scale", "v_scale")}
 
 
-def _attend(call: Call, schedule: Schedule) -> None:
+def attend_once(call: Call, schedule: Schedule) -> None:
     shape = call.shape
     heads = shape.q_heads
     attention.attend(

@@ -1,0 +1,66 @@
+"""What the compiler makes of the sm_90 decode kernel: registers, shared memory, and what is in its loops."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from numa_attention.decode.hopper_variant import SHARED_BYTES
+from numa_attention.jit import SETTING
+
+pytestmark = pytest.mark.slow
+# unpacked float8 tiles beside 64 rows of accumulators: registers spill around the loop, one of them inside
+SPILLS = {"fp8 64 rows": 50}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, dict]:
+    """The reports of compile_hopper.py, by name."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", SETTING)
+    }
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    script = Path(__file__).with_name("compile_hopper.py")
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return {report["name"]: report for report in map(json.loads, done.stdout.splitlines())}
+
+
+def test_nothing_spills_and_two_workgroups_share_a_multiprocessor(reports):
+    for name, report in reports.items():
+        resources = report["resources"]
+        spills = SPILLS.get(name, 0)
+        assert resources["spills"] <= spills, (name, resources)
+        in_loop = report["main_loop"].get("scratch access", 0)
+        assert in_loop <= (1 if spills else 0) and "scratch access" not in report["copy_loop"], (name, report)
+        workgroups = 1 if "256" in name and "bf16" in name else 2
+        assert workgroups * (resources["shared"] + 1024) <= SHARED_BYTES, (name, resources)
+        assert resources["registers"] * 256 * workgroups <= 65536, (name, resources)
+
+
+def test_tiles_come_by_tma_and_products_are_wgmma(reports):
+    for name, report in reports.items():
+        products, copies = report["main_loop"], report["copy_loop"]
+        # a product of 64 keys or dimensions takes one instruction for 16 of its depth
+        width = 256 if "256" in name else 64 if "head_dim 64" in name else 128
+        assert products["wgmma"] == 2 * width // 16, (name, products)
+        assert "mma.sync" not in products, (name, products)
+        assert "async copy" not in products, f"{name}: copies are another warp's work"
+        # float8 tiles are transposed on their way into registers, 16-bit tiles by wgmma
+        assert bool(products.get("transposed read")) == name.startswith("fp8"), (name, products)
+        assert copies["async copy"] >= 2, (name, copies)
+        assert "wide load" not in products, (name, products)
+
+
+def test_forms_differ_in_their_rings(reports):
+    for kind in ("bf16", "fp8"):
+        shared = [
+            reports[f"{kind} {form}"]["resources"]["shared"] for form in ("single", "two-stage", "four-stage")
+        ]
+        assert shared[0] < shared[1] == pytest.approx(shared[2], rel=0.05), shared
+        assert reports[f"{kind} four-stage"]["stages"] >= 3, "copies run at least two tiles ahead"
