@@ -23,7 +23,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from numa_attention.terminal import output_errors_in_one_sentence, print_table, table  # noqa: E402
 
 LLAMA_8B = dict(
     architectures=["LlamaForCausalLM"],
@@ -192,18 +196,23 @@ def main(
     if as_json:
         typer.echo(json.dumps(records, indent=2))
         return
-    table = Table(title=f"Llama 3.1 8B shape, KV cache {kv_cache_dtype}")
-    for column in ("backend", "requests x prompt", "prefill tokens/s", "decode ms/step"):
-        table.add_column(column, justify="left" if column == "backend" else "right")
+    shown = table(
+        "backend",
+        "requests x prompt",
+        "prefill tokens/s",
+        "decode ms/step",
+        title=f"Llama 3.1 8B shape, KV cache {kv_cache_dtype}",
+    )
     for record in records:
-        table.add_row(
+        shown.add_row(
             record["backend"],
             f"{record['requests']} x {record['prompt_tokens']}",
             f"{record['prefill_tokens_per_s']:,.0f}",
             f"{record['decode_ms_per_step']:.2f}",
         )
-    Console(highlight=False).print(table)
+    print_table(Console(highlight=False), shown)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with output_errors_in_one_sentence():
+        typer.run(main)

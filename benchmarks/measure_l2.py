@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from numa_attention.machine.grid import Grid
 from numa_attention.machine.h200_points import CALIBRATION, POINTS, PREDICTED
+from numa_attention.terminal import output_errors_in_one_sentence
 
 KERNEL = "plain_attention_fwd_kernel"
 METRICS = {
@@ -183,4 +184,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with output_errors_in_one_sentence():
+        main()

@@ -20,10 +20,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+
+from numa_attention.terminal import output_errors_in_one_sentence, print_table, table  # noqa: E402
 
 TEXTS, LENGTH, DECODED, PREFIX = 8, 2048, 640, 64
 TWINS = {"smollm2-head64": (9, 3, 64), "smollm2-head128": (12, 4, 128)}
@@ -113,9 +114,7 @@ def main(
     ] = None,
 ) -> None:
     """Compare the quality of attention backends on a real model."""
-    table = Table(title="perplexity, bfloat16")
-    for column in ("model", "what", "perplexity"):
-        table.add_column(column, justify="right" if column == "perplexity" else "left")
+    shown = table("model", "what", "perplexity", title="perplexity, bfloat16", text=("what",))
     with (
         tempfile.TemporaryDirectory() as folder,
         Console(stderr=True).status("converting the model") as status,
@@ -125,10 +124,10 @@ def main(
             for function, *arguments in parts:
                 status.update(f"{name}: {' '.join(arguments) or 'teacher-forced decode'}")
                 for what, value in in_own_process(function, str(model), *arguments).items():
-                    table.add_row(name, what, f"{value:.4f}")
+                    shown.add_row(name, what, f"{value:.4f}")
                     # each figure at once: the whole takes minutes
                     status.console.print(f"{name}: {what}: {value:.4f}")
-    Console(highlight=False).print(table)
+    print_table(Console(highlight=False), shown)
 
 
 if __name__ == "__main__":
@@ -136,4 +135,5 @@ if __name__ == "__main__":
         _, _, part, folder, *rest = sys.argv
         print(json.dumps({"served": served, "decoded": decoded}[part](Path(folder), *rest)))
     else:
-        typer.run(main)
+        with output_errors_in_one_sentence():
+            typer.run(main)

@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from numa_attention import attention  # noqa: E402
 from numa_attention.decode import hopper_variant  # noqa: E402
+from numa_attention.terminal import output_errors_in_one_sentence  # noqa: E402
 from numa_attention.topology import detect  # noqa: E402
 from numa_attention.variants import Variant, choose_decode  # noqa: E402
 from vllm_numa_backend.bench.cases import Case, decode_cases, make_tensors  # noqa: E402
@@ -140,4 +141,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--check"]:
         check(sys.argv[2])
     else:
-        typer.run(main)
+        with output_errors_in_one_sentence():
+            typer.run(main)

@@ -20,11 +20,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
+from numa_attention.terminal import output_errors_in_one_sentence, print_table, table  # noqa: E402
 from vllm_numa_backend.commands import installed  # noqa: E402
 from vllm_numa_backend.commands.server import Server, free_port  # noqa: E402
 
@@ -114,11 +114,11 @@ def throughput(
     if as_json:
         typer.echo(json.dumps(results, indent=2))
         return
-    table = Table("backend", "tokens/s", "to the last", title=title)
+    shown = table("backend", "tokens/s", "to the last", title=title)
     last = results[backends[-1]]
     for backend, rate in results.items():
-        table.add_row(backend, f"{rate:,.0f}", f"{rate / last:.2f}x")
-    Console(highlight=False).print(table)
+        shown.add_row(backend, f"{rate:,.0f}", f"{rate / last:.2f}x")
+    print_table(Console(highlight=False), shown)
 
 
 @app.command()
@@ -182,10 +182,10 @@ def serve(
     if as_json:
         typer.echo(json.dumps(records, indent=2))
         return
-    table = Table("backend", "requests/s", *(heading for _, heading in SERVED), title=title)
+    shown = table("backend", "requests/s", *(heading for _, heading in SERVED), title=title)
     for record in records:
-        table.add_row(record["backend"], record["rate"], *(f"{record[field]:,.1f}" for field, _ in SERVED))
-    Console(highlight=False).print(table)
+        shown.add_row(record["backend"], record["rate"], *(f"{record[field]:,.1f}" for field, _ in SERVED))
+    print_table(Console(highlight=False), shown)
 
 
 def draw(file: Path, title: str, unit: str, fill: Callable) -> None:
@@ -221,4 +221,5 @@ def draw_served(file: Path, title: str, rates: list[str], records: list[dict]) -
 
 
 if __name__ == "__main__":
-    app()
+    with output_errors_in_one_sentence():
+        app()

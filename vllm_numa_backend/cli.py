@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
+
+from numa_attention.terminal import output_errors_in_one_sentence, print_error
 
 from .commands import UserError
 from .commands.bench import bench
@@ -50,13 +50,12 @@ def root(
 
 def main() -> None:
     """Run the command line; what the user can put right ends in one sentence and exit code 2."""
-    try:
-        app()
-    except UserError as error:
-        Console(stderr=True).print(
-            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
-        )
-        raise SystemExit(2) from None
+    with output_errors_in_one_sentence():
+        try:
+            app()
+        except UserError as error:
+            print_error(str(error))
+            raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from numa_attention.limits import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, fault_of_head_dim
+
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 CONTIGUOUS = 0  # page size of keys and values that lie in a row, without pages
-MAX_HEAD_DIM = 256
 
 
 class UnsupportedShape(ValueError):
@@ -50,9 +51,10 @@ class LayerShape:
                 "the number of query heads must be a multiple of the number of KV heads."
             )
         for name, size in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
-            if size % 8 or not 8 <= size <= MAX_HEAD_DIM:
+            if fault_of_head_dim(size):
                 raise UnsupportedShape(
-                    f"{name} {size} is not supported: it must be a multiple of 8 up to {MAX_HEAD_DIM}."
+                    f"{name} {size} is not supported: it must be a multiple of {HEAD_DIM_MULTIPLE} up to "
+                    f"{MAX_HEAD_DIM}."
                 )
         if self.page_size % 16 or self.page_size < 0:
             raise UnsupportedShape(

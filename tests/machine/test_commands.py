@@ -103,6 +103,18 @@ def test_plan(run, model):
     assert code == 0 and answer["fits"] and len(answer["placements"]) == 6 and answer["reasons"]
     code, out, _ = run(f"plan --model {model} --context 1M --machine mi300x --gpus 8")
     assert code == 0 and "vllm serve" in out
+    code, out, _ = run(f"plan --model {model} --context 1M --machine mi300x --gpus 1 --requests 1000")
+    assert code == 1 and "over 1 GPU (outer)" in out
+
+
+def test_plan_marks_what_is_not_served(run, model):
+    code, out, _ = run(f"plan --model {model} --context 1M --machine mi300x --gpus 4")
+    assert code == 0
+    (sharded,) = [line for line in out.splitlines() if line.startswith("4 x 2")]
+    assert "not serve yet" in sharded
+    model.write_text(json.dumps(MODEL | {"head_dim": 320}))
+    code, out, _ = run(f"plan --model {model} --context 1M --machine mi300x --gpus 4")
+    assert code == 1 and "head_dim 320 is above 256" in out and "not with NUMA_SWIZZLE" in out
 
 
 VARIANT = "variant --q-heads 64 --kv-heads 8 --head-dim 128 --batch 1 --context 131072 --device gfx942"

@@ -8,7 +8,7 @@ import pytest
 
 from numa_attention.machine import ModelError
 from numa_attention.machine.machines import H200, MI300X, machine
-from numa_attention.machine.plan import make_plan, read_config, tokens
+from numa_attention.machine.plan import NOT_SERVED_YET, make_plan, read_config, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_70B = {
@@ -78,12 +78,18 @@ def test_the_placement_that_wins(config):
 def test_context_parallelism_where_kv_heads_would_be_copied(config):
     shape = read_config(config(num_key_value_heads=2))
     plan = make_plan(shape, H200, 8, tokens("4M"))
-    assert plan.best.context_parallel == 4 and plan.best.kv_copies == 1
+    sharded = next(each for each in plan.options if each.context_parallel == 4)
+    assert sharded.fits and sharded.kv_copies == 1
     assert plan.options[0].kv_copies == 4
-    assert plan.best.kv_bytes * 4 == plan.options[0].kv_bytes
-    assert plan.flags.endswith("--decode-context-parallel-size 4")
+    assert sharded.kv_bytes * 4 == plan.options[0].kv_bytes
+    # what is recommended is what the backend serves, and that something else would fit is said
+    assert sharded.obstacle == NOT_SERVED_YET and not plan.fits
+    assert plan.flags == "--tensor-parallel-size 8" and not plan.best.obstacle
+    assert any(
+        "context parallelism 4 would hold 1" in reason and NOT_SERVED_YET in reason for reason in plan.reasons
+    )
     # where everything fits easily, sharding the context is not worth its merges
-    assert make_plan(shape, H200, 8, 1024).best.context_parallel == 1
+    assert any("memory that is not needed" in reason for reason in make_plan(shape, H200, 8, 1024).reasons)
 
 
 def test_only_what_vllm_takes(config):
@@ -97,7 +103,34 @@ def test_only_what_vllm_takes(config):
     assert [each.context_parallel for each in few.options if each.possible] == [1, 2, 3, 4, 6, 12]
     many = make_plan(read_config(config()), H200, 16, tokens("8M"))
     assert [each.context_parallel for each in many.options if each.possible] == [1, 2]
-    assert many.best.context_parallel == 2
+    refused = [each.obstacle for each in many.options if not each.possible]
+    assert refused == ["vLLM refuses it: 16 GPUs for 8 KV heads take at most context parallelism 2"] * 3
+    filled = make_plan(read_config(config()), H200, 8, tokens("8M"))
+    assert all("more GPUs than the 8 KV heads" in each.obstacle for each in filled.options[1:])
+    with pytest.raises(ModelError, match="6 KV heads and 4 GPUs do not divide one another"):
+        make_plan(
+            read_config(config(num_attention_heads=24, num_key_value_heads=6, head_dim=128)), H200, 4, 1024
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_dim": 320}, "head_dim 320 is above 256"),
+        ({"head_dim": 36}, "head_dim 36 is not"),
+        (DEEPSEEK_V3, "MLA"),
+    ],
+    ids=["too-large", "odd", "latent"],
+)
+def test_models_that_the_backend_does_not_serve(config, changes, words):
+    plan = make_plan(read_config(config(**changes)), H200, 8, 4096)
+    assert plan.fits and words in plan.best.obstacle
+    assert words in plan.reasons[0] and "vLLM takes another" in plan.reasons[0]
+
+
+def test_weights_that_do_not_fit(config):
+    plan = make_plan(read_config(config()), H200, 1, 4096)
+    assert any("16.2 GB too many" in reason for reason in plan.reasons), plan.reasons
 
 
 def test_latent_attention(config):
@@ -155,6 +188,8 @@ def test_other_bad_input(config, tmp_path):
         make_plan(shape, MI300X, 7, 1024)
     with pytest.raises(ModelError, match="gpus is 0"):
         make_plan(shape, MI300X, 0, 1024)
+    with pytest.raises(ModelError, match="2,147,483,647"):
+        make_plan(shape, MI300X, 8, tokens("99999999999999999999M"))
     with pytest.raises(ModelError, match="MI9000"):
         machine("MI9000")
     with pytest.raises(ModelError, match="no number of tokens"):

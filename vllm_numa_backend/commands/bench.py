@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+
+from numa_attention.terminal import print_table, table
 
 from . import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from vllm_numa_backend.bench.rows import Row
 
 KV_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
@@ -111,7 +114,7 @@ def run(phase: str, kv_dtype: str, query_len: int, rows: str | None, as_json: bo
     if as_json:
         typer.echo(json.dumps(as_records(measured, disturbed), indent=2))
     else:
-        Console(highlight=False, width=160).print(as_table(phase, kv_dtype, measured, disturbed))
+        print_table(Console(highlight=False), as_table(phase, kv_dtype, measured, disturbed))
     if disturbed:
         raise UserError(
             f"FlashAttention-3 was slower than it is on an undisturbed H200 in row {', '.join(map(str, disturbed))}: "
@@ -183,8 +186,7 @@ def as_records(measured: dict[int, Row], disturbed: list[int]) -> list[dict]:
 def as_table(phase: str, kv_dtype: str, measured: dict[int, Row], disturbed: list[int]) -> Table:
     """The rows with ratios (above 1: we are faster), and their geometric means."""
     unit = "TB/s" if phase == "decode" else "TFLOP/s"
-    table = Table(title=f"{phase}, {kv_dtype} cache, head_dim 128: batch, length, q heads/kv heads, page")
-    for column in (
+    shown = table(
         "row",
         "case",
         "variant",
@@ -195,13 +197,14 @@ def as_table(phase: str, kv_dtype: str, measured: dict[int, Row], disturbed: lis
         "x FA3",
         "TRITON_ATTN us",
         "x TRITON_ATTN",
-    ):
-        table.add_column(column, justify="left" if column in ("case", "variant") else "right")
+        title=f"{phase}, {kv_dtype} cache, head_dim 128: batch, length, q heads/kv heads, page",
+        text=("case", "variant"),
+    )
     ratios = {"fa3": [], "triton": []}
     for number, row in measured.items():
         ratios["fa3"].append(row.flash_attention_3 / row.ours)
         ratios["triton"].append((row.triton_attn or math.nan) / row.ours)
-        table.add_row(
+        shown.add_row(
             f"{number}{' void' if number in disturbed else ''}",
             row.case.name,
             row.variant,
@@ -214,8 +217,8 @@ def as_table(phase: str, kv_dtype: str, measured: dict[int, Row], disturbed: lis
             f"{ratios['triton'][-1]:.2f}",
         )  # fmt: skip
     means = {name: math.exp(sum(map(math.log, values)) / len(values)) for name, values in ratios.items()}
-    table.add_section()
-    table.add_row(
+    shown.add_section()
+    shown.add_row(
         "", "geometric mean", "", "", "", "", "", f"{means['fa3']:.2f}", "", f"{means['triton']:.2f}"
     )
-    return table
+    return shown

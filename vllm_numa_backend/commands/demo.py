@@ -16,7 +16,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+
+from numa_attention.terminal import facts, print_table
 
 from .. import NAME as BACKEND
 from .. import settings
@@ -189,14 +190,14 @@ def what_ran(log: str) -> dict[str, str]:
 def report(console: Console, server: Server, backend: str, reply: Reply) -> None:
     """Print the figures, and insist that our kernels ran if they were asked for."""
     ran = what_ran(server.log())
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = facts()
     table.add_row("backend", backend)
     for phase in PHASES:
         if phase in ran:
             table.add_row(phase, escape(ran[phase]))
     table.add_row("tokens", f"{reply.tokens}, first after {reply.first_token_s:.2f} s")
     table.add_row("decode", f"{reply.decode_rate:.1f} tokens/s")
-    console.print(table)
+    print_table(console, table)
     missing = [phase for phase in PHASES if phase not in ran]
     if backend == BACKEND and missing:
         fail(server, f"the server answered, but its log shows no {BACKEND} {' and no '.join(missing)}")

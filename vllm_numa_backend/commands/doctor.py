@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+
+from numa_attention.terminal import facts, print_table
 
 from .. import NAME, settings
 from . import UserError, installed
@@ -275,20 +276,20 @@ def explain_aiter(report: Report, device: Topology, chosen: settings.Settings) -
 
 
 def show(console: Console, report: Report) -> None:
-    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    shown = facts()
     for package, version in report.packages.items():
-        facts.add_row(package, version or "[dim]not installed[/]")
+        shown.add_row(package, version or "[dim]not installed[/]")
     if report.device:
-        facts.add_row("device", escape(describe_device(report.device)))
+        shown.add_row("device", escape(describe_device(report.device)))
     for variable, value in report.settings.items():
-        facts.add_row(variable, escape(value))
-    console.print(facts)
+        shown.add_row(variable, escape(value))
+    print_table(console, shown)
 
     if report.choices:
         console.print(f"\nWhat {NAME} would run, bfloat16:")
         for choice in report.choices:
             heads = f"{choice.q_heads} query / {choice.kv_heads} KV heads of {choice.head_dim}"
-            console.print(f"  [bold]{choice.model}[/] ({heads})")
+            console.print(f"  [bold]{choice.model}[/] ({heads})", soft_wrap=True)
             console.print(f"    prefill  {escape(choice.prefill)}", soft_wrap=True)
             console.print(f"    decode   {escape(choice.decode)}", soft_wrap=True)
     console.print()

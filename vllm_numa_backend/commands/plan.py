@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .simulate import one_sentence, table, wide_console
+from numa_attention.terminal import print_table, table
+
+from .simulate import one_sentence
+
+if TYPE_CHECKING:
+    from numa_attention.machine.plan import Plan
 
 
 def plan(
@@ -24,7 +29,10 @@ def plan(
     memory: Annotated[float, typer.Option(help="Share of the GPU's memory that the engine may use.")] = 0.9,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Plan a long context: sizes, KV per GPU, the longest context that fits."""
+    """Plan a long context: sizes, KV per GPU, the longest context that fits.
+
+    Exits with 1 where it does not fit, or not with NUMA_SWIZZLE.
+    """
     with one_sentence():
         from numa_attention.machine import plan as planning
         from numa_attention.machine.machines import machine as find
@@ -41,28 +49,43 @@ def plan(
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(answer), indent=2))
     else:
-        show(wide_console(), answer)
+        show(Console(highlight=False), answer)
+    if not answer.fits or answer.best.obstacle:
+        raise typer.Exit(1)
 
 
-def show(console: Console, answer) -> None:
-    console.print(f"[bold]vllm serve ... {answer.flags}[/]", soft_wrap=True)
+def show(console: Console, answer: Plan) -> None:
+    best = answer.best
+    headline = f"vllm serve ... {answer.flags}"
+    if best.obstacle:
+        headline += "  (not with NUMA_SWIZZLE)"
+    console.print(f"[bold]{headline}[/]", soft_wrap=True)
     for reason in answer.reasons:
         console.print(f"  {escape(reason)}", soft_wrap=True)
     console.print()
-    options = table("TP x CP", "KV copies", "KV a GPU", "room", "fits", "longest context", "decode step")
+    options = table(
+        "TP x CP", "KV copies", "KV a GPU", "room", "fits", "longest context", "decode step", "NUMA_SWIZZLE",
+        text=("NUMA_SWIZZLE",),
+    )  # fmt: skip
     for each in answer.options:
-        chosen = " *" if each == answer.best else ""
+        chosen = " *" if each == best else ""
         options.add_row(
             f"{each.tensor_parallel} x {each.context_parallel}{chosen}",
             str(each.kv_copies),
             f"{each.kv_bytes / 1e9:.2f} GB",
             f"{each.room_bytes / 1e9:.1f} GB",
-            ("yes" if each.fits else "no") if each.possible else "vLLM refuses",
+            "yes" if each.fits else "no",
             f"{each.longest_context:,}",
             f"{each.seconds * 1e3:.2f} ms",
+            each.obstacle or "serves it",
         )
-    console.print(options)
-    console.print(f"\nKV over {answer.gpus} GPUs (outer) and their NUMA domains (inner), one request:")
+    print_table(console, options)
+    several = "s" if answer.gpus > 1 else ""
+    console.print(
+        f"\nWhere KV could lie, over {answer.gpus} GPU{several} (outer) and their NUMA domains (inner), one request, "
+        "computed. NUMA_SWIZZLE places workgroups, not pages:",
+        soft_wrap=True,
+    )
     placements = table("case", "KV a domain", "fits", "work", "copies", "moved a token", "time")
     rows = zip(answer.placements, answer.placements_fit, answer.placements_seconds, strict=True)
     for each, fits, seconds in rows:
@@ -75,4 +98,4 @@ def show(console: Console, answer) -> None:
             f"{(each.score_bytes + each.state_bytes) / 1e6:.1f} MB",
             f"{seconds * 1e3:.2f} ms",
         )
-    console.print(placements)
+    print_table(console, placements)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+
+from numa_attention.terminal import facts, print_table, table
 
 from . import UserError
 
@@ -37,22 +38,6 @@ def one_sentence() -> Iterator[None]:
         yield
     except ModelError as error:
         raise UserError(str(error)) from None
-
-
-def table(*columns: str, title: str | None = None) -> Table:
-    """A table whose first column is text and whose others are numbers."""
-    made = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
-    return made
-
-
-MIN_WIDTH = 150  # columns that the widest table needs
-
-
-def wide_console() -> Console:
-    """A console that truncates no table: in a narrow terminal, or none, lines run on instead."""
-    return Console(highlight=False, width=max(Console().width, MIN_WIDTH))
 
 
 @simulate.command()
@@ -113,18 +98,18 @@ def l2(
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
         return
-    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    facts.add_row("L2 hit rate", f"{result.hit_rate:.2%}")
+    shown = facts()
+    shown.add_row("L2 hit rate", f"{result.hit_rate:.2%}")
     share = result.hbm_bytes / result.requested_bytes
-    facts.add_row("read from memory", f"{result.hbm_bytes / 1e9:.1f} GB, {share:.1%} of what is asked for")
-    facts.add_row("K/V streams a domain", f"{result.streams_per_domain:.1f}")
-    facts.add_row("time", f"{result.seconds * 1e3:.2f} ms, {result.tflops:.0f} TFLOP/s")
+    shown.add_row("read from memory", f"{result.hbm_bytes / 1e9:.1f} GB, {share:.1%} of what is asked for")
+    shown.add_row("K/V streams a domain", f"{result.streams_per_domain:.1f}")
+    shown.add_row("time", f"{result.seconds * 1e3:.2f} ms, {result.tflops:.0f} TFLOP/s")
     for number, domain in enumerate(answer.get("per_domain", [])):
-        facts.add_row(
+        shown.add_row(
             f"domain {number}", f"{domain['hit_rate']:.2%}, {domain['hbm_bytes'] / 1e9:.1f} GB of K and V"
         )
-    facts.add_row("machine", f"{device.name}: {escape(device.cache.source)}")
-    Console(highlight=False).print(facts)
+    shown.add_row("machine", f"{device.name}: {escape(device.cache.source)}")
+    print_table(Console(highlight=False), shown)
 
 
 @simulate.command(name="seed-1")
@@ -161,7 +146,7 @@ def seed_1(
             json.dumps({"rows": claims, "sweep": [dataclasses.asdict(each) for each in points]}, indent=2)
         )
         return
-    console = wide_console()
+    console = Console(highlight=False)
     for title, quantity in (("L2 hit rate", "hit_rate"), ("Relative performance", "relative")):
         if points:
             print_sweep(console, title, quantity, points)
@@ -179,12 +164,20 @@ def print_sweep(console: Console, title: str, quantity: str, points: tuple[seed_
             style = "{:.1%}" if quantity == "hit_rate" else "{:.2f}"
             cells = [style.format(values[mapping]) for mapping in MAPPINGS]
             shown.add_row(shape, str(point.batch), f"{point.length >> 10}k", *cells)
-    console.print(shown)
+    print_table(console, shown)
     console.print()
 
 
 def print_claims(console: Console, rows: list[seed_one.Row]) -> None:
-    shown = table("figure, shape", "quantity", "article", "ours", "difference", title="The article's figures")
+    shown = table(
+        "figure, shape",
+        "quantity",
+        "article",
+        "ours",
+        "difference",
+        title="The article's figures",
+        text=("quantity",),
+    )
     for row in rows:
         claim = row.claim
         shape = f"{claim.figure}: {claim.mapping} {claim.batch} x {claim.q_heads}/{claim.kv_heads} x {claim.head_dim}"
@@ -195,7 +188,7 @@ def print_claims(console: Console, rows: list[seed_one.Row]) -> None:
         difference = f"{row.difference * 100:+.1f} points" if hits else f"{row.difference:+.2f}"
         mark = "[green]inside[/]" if row.difference == 0 else difference
         shown.add_row(shape, "hits" if hits else "relative", wanted, style.format(row.ours), mark)
-    console.print(shown)
+    print_table(console, shown)
     for reason in dict.fromkeys(row.why for row in rows if row.why):
         named = ", ".join(f"{row.claim.figure} {row.claim.mapping}" for row in rows if row.why == reason)
         console.print(f"[yellow]{named}:[/] {escape(reason)}", soft_wrap=True)
@@ -212,9 +205,9 @@ def seed_2(as_json: AsJson = False) -> None:
         listed = [dataclasses.asdict(row) | {"difference": row.difference} for row in rows]
         typer.echo(json.dumps({"rows": listed}, indent=2))
         return
-    shown = table("figure", "report", "ours", "unit", "difference", "", "why")
-    for column in shown.columns[5:]:
-        column.justify, column.overflow = "left", "fold"
+    shown = table(
+        "figure", "report", "ours", "unit", "difference", "label", "why", text=("unit", "label", "why")
+    )
     part = None
     for row in rows:
         if row.part != part:
@@ -225,7 +218,7 @@ def seed_2(as_json: AsJson = False) -> None:
         shown.add_row(
             f"  {row.name}", plain(row.reported), plain(row.ours), row.unit, difference, label, row.reason
         )
-    wide_console().print(shown)
+    print_table(Console(highlight=False), shown)
 
 
 def plain(value: float | str | None) -> str:
@@ -266,7 +259,7 @@ def predictions(
             f"{row['tflops']:.0f}",
             "" if measured is None else f"{measured:.2%}",
         )
-    wide_console().print(shown)
+    print_table(Console(highlight=False), shown)
 
 
 @simulate.command()
@@ -308,16 +301,17 @@ def compare(
                     f"{row['hbm_bytes'] / 1e9:.1f}",
                     f"{row['closed_form_hbm_bytes'] / 1e9:.1f}",
                 )
-        console = wide_console()
-        console.print(shown)
+        console = Console(highlight=False)
+        print_table(console, shown)
         for method, errors in (("simulation", verdict.simulation), ("closed form", verdict.closed_form)):
             console.print(
                 f"{method}, {verdict.points} points: hit rate RMS {errors.hit_rms * 100:.1f} points, worst "
                 f"{errors.hit_worst * 100:.1f}, at the ends {errors.hit_worst_at_the_ends * 100:.1f}; share of bytes "
-                f"worst {errors.bytes_worst * 100:.1f}"
+                f"worst {errors.bytes_worst * 100:.1f}",
+                soft_wrap=True,
             )
         for line in verdict.missed:
-            console.print(f"[yellow]a mark is missed:[/] {line}")
+            console.print(f"[yellow]a mark is missed:[/] {line}", soft_wrap=True)
         if verdict.passed:
             console.print("[green]all marks reached[/]")
     if not verdict.passed:

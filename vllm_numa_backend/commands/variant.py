@@ -7,10 +7,13 @@ import json
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 
+from numa_attention.terminal import print_table, table
+
 from . import UserError
-from .simulate import one_sentence, table, wide_console
+from .simulate import one_sentence
 
 PHASES = ("decode", "prefill")
 
@@ -53,12 +56,14 @@ def variant(
         answer = dataclasses.asdict(choice) | {"variant": dataclasses.asdict(kernel)}
         typer.echo(json.dumps(answer, indent=2))
         return
-    console = wide_console()
+    console = Console(highlight=False)
     console.print(f"[bold]{escape(kernel.describe())}[/]", soft_wrap=True)
     for reason in choice.reasons:
         console.print(f"  {escape(reason)}", soft_wrap=True)
     if choice.rows:
-        shown = table("mapping", "hits, closed form", "streams a domain", "time", "measured")
+        shown = table(
+            "mapping", "hits, closed form", "streams a domain", "time", "measured", text=("measured",)
+        )
         for row in choice.rows:
             shown.add_row(
                 row.mapping,
@@ -67,7 +72,7 @@ def variant(
                 f"{row.relative_time:.2f}",
                 row.measured,
             )
-        console.print(shown)
+        print_table(console, shown)
 
 
 def kernel_of(phase: str, q_heads: int, kv_heads: int, head_dim: int, device: str):

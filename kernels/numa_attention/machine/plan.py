@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
+from ..limits import fault_of_head_dim
 from . import ModelError
 from .machines import Machine
 from .placement import MERGED_TENSORS, Attention, Cost, costs
@@ -27,6 +28,8 @@ ACTIVATIONS_BYTES = (
 )  # what an engine keeps for activations, graphs and the communication library on each GPU
 COLLECTIVE_LATENCY = 10e-6  # seconds of one small collective between GPUs
 COLLECTIVES_PER_LAYER = 2  # all-reduces of tensor parallelism
+MOST_TOKENS = (1 << 31) - 1  # of a request: vLLM counts them in 32 bits
+NOT_SERVED_YET = "needs context parallelism, which NUMA_SWIZZLE does not serve yet"
 
 
 @dataclass(frozen=True)
@@ -162,8 +165,9 @@ def parameters(
 class Option:
     """One way to split. KV heads go `head_parts` ways, the context `context_parallel` ways, the weights over all GPUs.
 
-    kv_bytes: of all requests, on one GPU. longest_context: tokens a request that fit. seconds: one decode step.
-    possible: whether vLLM takes it.
+    kv_bytes: of all requests, on one GPU. room_bytes: what weights and activations leave for it, below 0 where they do
+    not fit. longest_context: tokens a request that fit. seconds: one decode step. possible: whether vLLM takes it.
+    obstacle: why NUMA_SWIZZLE does not serve it today, "" where it does.
     """
 
     tensor_parallel: int
@@ -177,11 +181,12 @@ class Option:
     longest_context: int
     seconds: float
     possible: bool
+    obstacle: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: `best` of `options`, `reasons` in sentences.
+    """The answer: `best` of `options`, of those that NUMA_SWIZZLE serves where there are any, `reasons` in sentences.
 
     placements: the six, for one request over GPUs (outer) and their NUMA domains (inner). placements_fit: whether all
     requests fit so. placements_seconds: reading and moving of one decode step. placement: the fastest that fits, or
@@ -275,17 +280,42 @@ def option(
         kv_bytes <= room,
         longest,
         reading + link + collectives * COLLECTIVE_LATENCY,
-        vllm_takes(model, gpus, context_parallel),
+        not (refusal := vllm_refusal(model, gpus, context_parallel)),
+        f"vLLM refuses it: {refusal}"
+        if refusal
+        else fault_of_model(model) or NOT_SERVED_YET * (context_parallel > 1),
     )
 
 
-def vllm_takes(model: ModelShape, gpus: int, context_parallel: int) -> bool:
-    """Whether vLLM shards the context so: over GPUs that would hold copies of the same KV head, each of which takes
-    as many of its query heads as the others."""
-    if context_parallel == 1 or model.latent:
-        return True
+def vllm_refusal(model: ModelShape, gpus: int, context_parallel: int) -> str:
+    """Why vLLM does not shard heads and context so, "" where it does (vllm/config/model.py and its model classes).
+
+    The context is sharded over GPUs that would hold copies of the same KV head, each of which takes as many of its
+    query heads as the others.
+    """
+    if model.latent:
+        return ""
+    if model.kv_heads % gpus and gpus % model.kv_heads:
+        return f"{model.kv_heads} KV heads and {gpus} GPUs do not divide one another"
+    if context_parallel == 1:
+        return ""
+    if gpus <= model.kv_heads:
+        return f"context parallelism takes more GPUs than the {model.kv_heads} KV heads"
+    copies = gpus // model.kv_heads
+    if context_parallel > copies:
+        return f"{gpus} GPUs for {model.kv_heads} KV heads take at most context parallelism {copies}"
     group = model.q_heads // model.kv_heads
-    return context_parallel <= gpus // model.kv_heads and group % context_parallel == 0
+    if group % context_parallel:
+        return f"{group} query heads of a KV head do not divide by {context_parallel}"
+    return ""
+
+
+def fault_of_model(model: ModelShape) -> str:
+    """Why NUMA_SWIZZLE does not serve the model, however it is split; "" where it does."""
+    if model.latent:
+        return "has multi-head latent attention (MLA), which NUMA_SWIZZLE does not serve"
+    fault = fault_of_head_dim(model.head_dim)
+    return f"head_dim {model.head_dim} {fault}, which NUMA_SWIZZLE does not serve" if fault else ""
 
 
 def make_plan(
@@ -300,11 +330,13 @@ def make_plan(
 ) -> Plan:
     """The split for `requests` requests of `context` tokens each on `gpus` of `machine`.
 
-    Raises ModelError where a number is not positive or the query heads do not divide over the GPUs.
+    Raises ModelError where a number is out of range or vLLM does not divide the heads over the GPUs.
     """
     for name, value in (("gpus", gpus), ("context", context), ("requests", requests)):
         if value < 1:
             raise ModelError(f"{name} is {value}: it must be at least 1.")
+    if context > MOST_TOKENS:
+        raise ModelError(f"context is {context:,}: vLLM counts a request's tokens up to {MOST_TOKENS:,}.")
     if not 0 < utilisation <= 1:
         raise ModelError(f"memory utilisation is {utilisation}: it must be above 0 and at most 1.")
     if kv_dtype not in KV_BYTES:
@@ -315,7 +347,13 @@ def make_plan(
     sizes = [cp for cp in range(1, gpus + 1) if gpus % cp == 0]
     options = [option(model, machine, gpus, cp, context, requests, element, utilisation) for cp in sizes]
     possible = [each for each in options if each.possible]
-    best = min(possible, key=lambda each: (not each.fits, each.seconds if each.fits else each.kv_bytes))
+    if not possible:
+        refusal = vllm_refusal(model, gpus, 1)
+        raise ModelError(f"{refusal}, so vLLM does not split them: choose another number of GPUs.")
+    served = [each for each in possible if not each.obstacle]
+    best = min(
+        served or possible, key=lambda each: (not each.fits, each.seconds if each.fits else each.kv_bytes)
+    )
     attention = Attention(
         1 if model.latent else model.kv_heads,
         model.q_heads if model.latent else model.q_heads // model.kv_heads,
@@ -342,7 +380,7 @@ def make_plan(
         best.fits,
         best,
         options,
-        reasons(model, machine, best, possible, context, requests),
+        reasons(model, machine, best, possible, requests, context, utilisation),
         flags(best),
         placed,
         fitting,
@@ -368,29 +406,17 @@ def reasons(
     machine: Machine,
     best: Option,
     possible: list[Option],
-    context: int,
     requests: int,
+    context: int,
+    utilisation: float,
 ) -> list[str]:
     """Why, in sentences."""
-    gb = 1e9
-    said = [
-        f"Weights take {best.weights_bytes / gb:.1f} GB of each GPU's {machine.memory_bytes.value / gb:.0f} GB, "
-        f"which leaves {max(0.0, best.room_bytes) / gb:.1f} GB for KV."
-    ]
-    plain = possible[0]
-    if best.context_parallel > 1:
+    said = []
+    if fault := fault_of_model(model):
         said.append(
-            f"{best.tensor_parallel} GPUs for {model.kv_heads} KV head{'s' * (model.kv_heads > 1)} would hold "
-            f"{plain.kv_copies} copies of each; context parallelism {best.context_parallel} holds "
-            f"{best.kv_copies}, {best.kv_bytes / gb:.1f} GB a GPU instead of {plain.kv_bytes / gb:.1f} GB."
+            f"This model {fault}: leave out VLLM_ATTENTION_BACKEND and --attention-backend, and vLLM takes another."
         )
-    elif len(possible) == 1:
-        said.append(
-            f"{model.kv_heads} KV heads fill {best.tensor_parallel} GPU{'s' * (best.tensor_parallel > 1)}: there are "
-            "no copies of KV that sharding the context could save."
-        )
-    else:
-        said.append("Sharding the context would save memory that is not needed, and adds a merge per layer.")
+    said += [weights_sentence(machine, best, utilisation), context_sentence(model, best, possible)]
     if best.fits:
         said.append(
             f"{requests} request{'s' * (requests > 1)} of {context:,} tokens fit; up to {best.longest_context:,} would."
@@ -404,3 +430,38 @@ def reasons(
     if model.trained_context and context > model.trained_context:
         said.append(f"The model was made for {model.trained_context:,} tokens (max_position_embeddings).")
     return said
+
+
+def weights_sentence(machine: Machine, best: Option, utilisation: float) -> str:
+    """What the weights leave of a GPU's memory, or by how much they exceed it."""
+    gb = 1e9
+    left = (
+        f"which leaves {best.room_bytes / gb:.1f} GB for KV"
+        if best.room_bytes > 0
+        else f"{-best.room_bytes / gb:.1f} GB too many"
+    )
+    return (
+        f"Weights take {best.weights_bytes / gb:.1f} GB of each GPU's {machine.memory_bytes.value / gb:.0f} GB, of "
+        f"which the engine may use {utilisation:.0%} and needs {ACTIVATIONS_BYTES / gb:.0f} GB for other things, "
+        f"{left}."
+    )
+
+
+def context_sentence(model: ModelShape, best: Option, possible: list[Option]) -> str:
+    """Why the context is sharded, or is not."""
+    gb = 1e9
+    plain = possible[0]
+    sharded = min(possible, key=lambda each: (not each.fits, each.seconds if each.fits else each.kv_bytes))
+    if sharded.context_parallel > 1:
+        saves = (
+            f"{sharded.tensor_parallel} GPUs for {model.kv_heads} KV head{'s' * (model.kv_heads > 1)} hold "
+            f"{plain.kv_copies} copies of each; context parallelism {sharded.context_parallel} would hold "
+            f"{sharded.kv_copies}, {sharded.kv_bytes / gb:.1f} GB a GPU instead of {plain.kv_bytes / gb:.1f} GB"
+        )
+        return f"{saves}." if best == sharded else f"{saves}: that {sharded.obstacle}."
+    if len(possible) == 1:
+        return (
+            f"{model.kv_heads} KV heads fill {best.tensor_parallel} GPU{'s' * (best.tensor_parallel > 1)}: there are "
+            "no copies of KV that sharding the context could save."
+        )
+    return "Sharding the context would save memory that is not needed, and adds a merge per layer."

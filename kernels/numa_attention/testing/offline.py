@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 import triton
 
+from numa_attention.terminal import output_errors_in_one_sentence, print_table, table
 from numa_attention.testing import isa
 from numa_attention.testing.capture import TARGETS, Call, compile_call
 from numa_attention.testing.offline_calls import all_calls, common_calls, describe
@@ -186,20 +187,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _print_table(rows: list[tuple[list[str], list[str]]]) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(*COLUMNS, title=f"Triton {triton.__version__}", box=box.SIMPLE)
+    shown = table(*COLUMNS, title=f"Triton {triton.__version__}", text=("kernel", "layer", "tile", "matrix"))
     for cells, faults, _ in rows:
-        table.add_row(*cells, style="red" if faults else None)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(table)
+        shown.add_row(*cells, style="red" if faults else None)
+    console = Console(highlight=False)
+    print_table(console, shown)
     for cells, faults, notes in rows:
         for line in faults + notes:
             style = "red" if faults else None
-            console.print(f"{' '.join(cells[:4])}: {line}", style=style, highlight=False)
+            console.print(f"{' '.join(cells[:4])}: {line}", style=style, markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with output_errors_in_one_sentence():
+        sys.exit(main())
