@@ -129,10 +129,10 @@ def test_calls_that_differ_compile_again(change):
     [
         (
             decode.decode_kernel,
-            ["ranges", "items", "arrivals", "partial_acc", "partial_ml"],
+            ["ranges", "items", "arrivals", "partial_acc", "partial_ml", "queues"],
             decode.constants,
         ),
-        (prefill.prefill_kernel, ["tiles", "first_request"], lambda shape, variant: {}),
+        (prefill.prefill_kernel, ["tiles", "first_request", "queues"], prefill.constants),
         (
             cdna5.decode_kernel,
             ["ranges", "items", "arrivals", "partial_acc", "partial_ml"],

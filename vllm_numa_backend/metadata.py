@@ -95,6 +95,7 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
                 kernels=chosen.kernels,
                 mapping=chosen.mapping,
                 aiter=chosen.aiter,
+                placement=chosen.placement,
                 features=features,
             )
         return planners

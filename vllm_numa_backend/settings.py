@@ -47,6 +47,12 @@ TABLE = (
         "takes: bfloat16, head_dim 128, pages of a multiple of 128 tokens), never, or always (decode too, and whatever "
         "else it can run)",
     ),
+    Setting(
+        "NUMA_SWIZZLE_PLACEMENT",
+        ("dispatch", "hardware"),
+        "whom the mapping trusts: dispatch (the hardware deals workgroups to the domains in turn) or hardware (on "
+        "MI300X and MI355X each workgroup reads its XCD and takes work from that XCD's queue)",
+    ),
 )
 
 
@@ -57,6 +63,7 @@ class Settings:
     kernels: str = "auto"
     mapping: str | None = None
     aiter: str = "auto"
+    placement: str = "dispatch"
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:
@@ -72,6 +79,7 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
         kernels=values["NUMA_SWIZZLE_KERNELS"],
         mapping=None if mapping == "auto" else mapping,
         aiter=values["NUMA_SWIZZLE_AITER"],
+        placement=values["NUMA_SWIZZLE_PLACEMENT"],
     )
 
 

@@ -118,8 +118,11 @@ def attend(
                 name = kernel_of(plan.variant.name)(q, k_pages, v_pages, out, schedule, **options, **general)
             except BaseException:
                 # an interpreted launch that stops half-way leaves counts behind that the next would add to
-                if plan is schedule.decode and plan.arrivals.device.type == "cpu":
-                    plan.arrivals.zero_()
+                if q.device.type == "cpu":
+                    if plan is schedule.decode:
+                        plan.arrivals.zero_()
+                    if plan.queues is not None:
+                        plan.queues.zero_()
                 raise
             # a kernel that hands a call over says to which other one
             ran[name or plan.variant.name] += 1

@@ -26,7 +26,7 @@ from numa_attention.mapping import check_mapping
 from numa_attention.mapping import tiles as host_tiles
 from numa_attention.shapes import CONTIGUOUS, LayerShape
 from numa_attention.topology import Topology, detect
-from numa_attention.variants import Variant, choose_decode, choose_prefill, next_power_of_2
+from numa_attention.variants import Variant, choose_decode, choose_prefill, next_power_of_2, place
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class DecodeSchedule:
     partial_acc: torch.Tensor
     partial_ml: torch.Tensor
     one: torch.Tensor | None = None  # float32 [1]: a scale for kernels that want one
+    queues: torch.Tensor | None = None  # of hardware placement, see `placement_device.take`
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class PrefillSchedule:
     tiles: torch.Tensor
     query_starts: torch.Tensor | None = None
     key_starts: torch.Tensor | None = None
+    queues: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class Planner:
         clusters: bool = False,
         aiter: str = "never",
         features: frozenset[str] = frozenset(),
+        placement: str = "dispatch",
         decode_variant: Variant | None = None,
     ):
         shape.check()
@@ -156,12 +159,17 @@ class Planner:
         self.max_tokens = max_tokens
         self.max_decode_query = max_decode_query
         topology = topology or detect(self.device)
+        if placement != "dispatch":
+            aiter = "never"
         self.decode_variant = decode_variant or choose_decode(
             shape, topology, self.kernels, max_decode_query, mapping, aiter=aiter, features=features
         )
         self.prefill_variant = choose_prefill(
             shape, topology, self.kernels, mapping, aiter=aiter, features=features
         )
+        self.decode_variant = place(self.decode_variant, placement, topology)
+        self.prefill_variant = place(self.prefill_variant, placement, topology)
+        self._queues = torch.zeros(2, topology.dispatch_domains + 1, dtype=torch.int32, device=self.device)
         if clusters and self.decode_variant.name != "cdna5-decode":
             raise ValueError(
                 f"clusters=True is for the kernel cdna5-decode; this layer has {self.decode_variant.describe()}"
@@ -194,6 +202,7 @@ class Planner:
             partial_acc=empty(2 * workgroups, block_m, block_dv, dtype=torch.float32),
             partial_ml=empty(2 * workgroups, 2, block_m, dtype=torch.float32),
             one=torch.ones(1, dtype=torch.float32, device=self.device),
+            queues=self._queues[0],
         )
 
     def plan(self, batch: StepBatch) -> Schedule:
@@ -336,7 +345,7 @@ class Planner:
                 longest_first=longest_first,
             )
             tiles[:, :3] = torch.from_numpy(rows)
-        return PrefillSchedule(variant, tiles)
+        return PrefillSchedule(variant, tiles, queues=self._queues[1])
 
     def _plan_prefill_by_starts(self, batch: StepBatch) -> PrefillSchedule:
         """The starts of queries and keys, computed on the device."""

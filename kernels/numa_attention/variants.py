@@ -8,7 +8,7 @@ import torch
 
 from numa_attention import aiter_adapter
 from numa_attention.decode import cdna5_variant, hopper_variant
-from numa_attention.jit import triton_release
+from numa_attention.jit import interpreting, triton_release
 from numa_attention.machine import dispatch
 from numa_attention.machine.machines import Machine, like
 from numa_attention.shapes import MAX_HEAD_DIM, LayerShape, UnsupportedShape
@@ -26,6 +26,7 @@ class Variant:
     workgroup takes which tile. form: how a kernel that has several overlaps copies, products and the softmax.
     instead_of: the generation's own kernel that cannot run the layer, and why. cluster: workgroups that share a unit
     and meet at a barrier, of which `workgroups` is a multiple. row_blocks: of a KV head, where the kernel has to know.
+    placement: "dispatch" trusts the hardware to deal workgroups to domains in turn, "hardware" asks where one runs.
     """
 
     name: str
@@ -41,6 +42,12 @@ class Variant:
     instead_of: str = ""
     cluster: int = 1
     row_blocks: int = 1
+    placement: str = "dispatch"
+
+    @property
+    def queues(self) -> int:
+        """Queues of hardware placement, one a domain; 0 with dispatch placement and over one domain."""
+        return self.domains_used if self.placement == "hardware" and self.domains_used > 1 else 0
 
     @property
     def domains_used(self) -> int:
@@ -56,10 +63,11 @@ class Variant:
         if self.cluster > 1:
             grid = f", {self.workgroups} workgroups in clusters of {self.cluster}, merged at the cluster's barrier"
         form = f" ({self.form})" if self.form else ""
+        placed = ", placed by hardware" if self.queues else ""
         instead = f"; {self.instead_of}" if self.instead_of else ""
         return (
             f"variant {self.name}{form}, tile {self.block_m} x {self.block_n}{grid}, "
-            f"mapping {self.mapping} over {self.domains} domain{'s' if self.domains != 1 else ''}{instead}"
+            f"mapping {self.mapping} over {self.domains} domain{'s' if self.domains != 1 else ''}{placed}{instead}"
         )
 
 
@@ -148,6 +156,29 @@ def _tile(
         if head_dim <= tile.head_dim and rows <= tile.rows and shape.page_size % tile.page_multiple == 0:
             return tile
     raise ValueError(f"no variant for head_dim {head_dim}: the largest is 256")
+
+
+PLACEMENTS = ("dispatch", "hardware")
+PLACED_BY_HARDWARE = ("gfx942", "gfx950")
+
+
+def place(variant: Variant, placement: str, topology: Topology) -> Variant:
+    """The variant with a placement of PLACEMENTS.
+
+    Raises ValueError for another one, and for "hardware" where workgroups cannot tell on which domain they run or the
+    kernel does not ask.
+    """
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement={placement!r} is unknown: choose one of {', '.join(PLACEMENTS)}.")
+    if placement == "dispatch":
+        return variant
+    told = topology.generation in PLACED_BY_HARDWARE or (topology.generation == "cpu" and interpreting())
+    if not told or not variant.name.startswith("portable-"):
+        raise ValueError(
+            f"placement='hardware' is for our kernels on {' and '.join(PLACED_BY_HARDWARE)}, not for {variant.name} on "
+            f"{topology.generation}: leave NUMA_SWIZZLE_PLACEMENT at dispatch"
+        )
+    return replace(variant, placement=placement)
 
 
 def machine_of(topology: Topology) -> Machine | None:

@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 
 from numa_attention.jit import kernel
+from numa_attention.placement_device import take
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
 from numa_attention.scores import add_sink, natural_lse, normalise, quantise, safe_max, sight
 from numa_attention.shapes import LayerShape
@@ -162,6 +163,7 @@ def decode_kernel(
     arrivals,  # int32 [2, 2 * workgroups], zero between launches
     partial_acc,  # float32 [2 * workgroups, BLOCK_M, BLOCK_DV]
     partial_ml,  # float32 [2 * workgroups, 2, BLOCK_M]
+    queues,  # int32 [QUEUES + 1], with hardware placement
     q,  # [tokens, q_heads, head_dim]
     k_pages,  # [page, token, kv_head, head_dim]
     v_pages,  # [page, token, kv_head, head_dim_v]
@@ -218,11 +220,14 @@ def decode_kernel(
     FAN_IN: tl.constexpr,
     PARTS: tl.constexpr,
     IN_FLIGHT: tl.constexpr,
+    QUEUES: tl.constexpr,
 ):
     # consecutive ranges belong to one domain, to which the hardware deals every DOMAINS-th workgroup
     workgroups = tl.num_programs(0)
     program = tl.program_id(0)
     workgroup = program % DOMAINS * (workgroups // DOMAINS) + program // DOMAINS
+    if QUEUES > 0:
+        workgroup = take(queues, QUEUES, False)
     first = tl.load(ranges + workgroup * 2)
     count = tl.load(ranges + workgroup * 2 + 1)
     if HAS_SCALES:
@@ -393,6 +398,7 @@ def constants(shape: LayerShape, variant: Variant) -> dict[str, int]:
         FAN_IN=FAN_IN,
         PARTS=max(FAN_IN, next_power_of_2(-(-variant.workgroups // FAN_IN))),
         IN_FLIGHT=4 if accumulator <= 32 * variant.num_warps * MERGE_REGISTERS else 1,
+        QUEUES=variant.queues,
     )
 
 
@@ -405,4 +411,5 @@ def decode(
     """Attention of the decoding requests of a `schedule.Schedule`; see `attention.attend` for the rest."""
     plan = schedule.decode
     own = (plan.ranges, plan.items, plan.arrivals, plan.partial_acc, plan.partial_ml)
+    own += (plan.ranges if plan.queues is None else plan.queues,)
     _launch(plan.variant.workgroups, own, plan.variant, q, k_pages, v_pages, out, schedule, **options)

@@ -12,18 +12,22 @@ import torch
 import triton.language as tl
 
 from numa_attention.jit import kernel
+from numa_attention.placement_device import take
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher
 from numa_attention.scores import add_sink, natural_lse, normalise, quantise, sight
+from numa_attention.shapes import LayerShape
+from numa_attention.variants import Variant
 from numa_attention.walk import walk
 
 
 @kernel(
     do_not_specialize=["first_request", "span_count"],
-    do_not_specialize_on_alignment=["tiles", *ANY_ALIGNMENT],
+    do_not_specialize_on_alignment=["tiles", "queues", *ANY_ALIGNMENT],
 )
 def prefill_kernel(
     tiles,  # int32 [workgroups, 4]: request, KV head, query block
     first_request,
+    queues,  # int32 [QUEUES + 1], with hardware placement
     q,  # [tokens, q_heads, head_dim]
     k_pages,  # [page, token, kv_head, head_dim]
     v_pages,  # [page, token, kv_head, head_dim_v]
@@ -76,8 +80,12 @@ def prefill_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_OUT_SCALE: tl.constexpr,
     OUT_LARGEST: tl.constexpr,
+    QUEUES: tl.constexpr,
 ):
-    p_tile = tiles + tl.program_id(0).to(tl.int64) * 4
+    row = tl.program_id(0)
+    if QUEUES > 0:
+        row = take(queues, QUEUES, True)
+    p_tile = tiles + row.to(tl.int64) * 4
     listed = tl.load(p_tile)
     if listed >= 0:
         request = (listed + first_request).to(tl.int64)
@@ -191,7 +199,12 @@ def prefill_kernel(
             )
 
 
-_launch = LayerLauncher(prefill_kernel)
+def constants(shape: LayerShape, variant: Variant) -> dict[str, int]:
+    """The compile-time constants that this kernel declares after those of every kernel."""
+    return dict(QUEUES=variant.queues)
+
+
+_launch = LayerLauncher(prefill_kernel, constants)
 
 
 def prefill(
@@ -199,5 +212,5 @@ def prefill(
 ) -> None:
     """Attention of the prefilling requests of a `schedule.Schedule`; see `attention.attend` for the rest."""
     plan = schedule.prefill
-    own = (plan.tiles, schedule.batch.num_decodes)
+    own = (plan.tiles, schedule.batch.num_decodes, plan.tiles if plan.queues is None else plan.queues)
     _launch(plan.tiles.shape[0], own, plan.variant, q, k_pages, v_pages, out, schedule, **options)

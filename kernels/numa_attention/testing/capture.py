@@ -47,6 +47,7 @@ class Call:
     alibi: bool = False
     lse: bool = False
     max_decode_query: int = 1
+    placement: str = "dispatch"
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def compile_call(call: Call, generation: str, step: str, **tile: int | str) -> l
         max_decode_query=call.max_decode_query,
         kernels="triton",
         topology=pretend(generation),
+        placement=call.placement,
     )
     shape, variant, decode, prefill = call.shape, None, None, None
     batch = batch_of(num_decodes=REQUESTS if step == "decode" else 0 if step == "prefill" else 1)

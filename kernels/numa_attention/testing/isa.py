@@ -36,6 +36,7 @@ AMD_KINDS = {
     "exponential": r"v_(pk_)?exp_f32",
     "fused multiply-add": r"v_(pk_|dual_)?fmac?_f32",
     "scratch access": r"scratch_(load|store)",
+    "domain read": r"s_getreg_b32 .*HW_REG_XCC_ID",
 }
 NVIDIA_KINDS = {
     "wgmma": r"[HQI]GMMA",
@@ -111,7 +112,8 @@ class Code:
 def announcements(code: Code) -> list[str]:
     """For each atomic, the kinds of ANNOUNCING from the last store before it to what invalidates after it, in order.
 
-    Repetitions count once; the wait for the atomic's own result is left out.
+    Repetitions count once; the wait for the atomic's own result is left out, and so are atomics that neither follow a
+    write-back nor precede an invalidation: they count what no data hang on, as those of hardware placement do.
     """
     words = [
         kind for text in code.instructions for kind, pattern in ANNOUNCING.items() if re.match(pattern, text)
@@ -123,7 +125,8 @@ def announcements(code: Code) -> list[str]:
         begin = max((at for at in range(place) if words[at] == "store"), default=0)
         before = [kind for kind, _ in groupby(words[begin:place])]
         after = next((kind for kind in words[place + 1 :] if kind != "wait"), "nothing")
-        found.append(" ".join([*before, "atomic", after]))
+        if "write back" in before or after == "invalidate":
+            found.append(" ".join([*before, "atomic", after]))
     return found
 
 

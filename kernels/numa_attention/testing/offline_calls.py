@@ -8,6 +8,7 @@ import torch
 
 from numa_attention.shapes import LayerShape
 from numa_attention.testing.capture import Call
+from numa_attention.variants import PLACED_BY_HARDWARE
 
 E4M3, E5M2 = "e4m3", "e5m2"
 FLOAT8 = {
@@ -50,6 +51,8 @@ def describe(call: Call) -> str:
     words += [name for name in ("sinks", "soft_cap", "alibi", "lse") if getattr(call, name)]
     if call.max_decode_query > 1:
         words.append(f"q{call.max_decode_query}")
+    if call.placement != "dispatch":
+        words.append(f"by-{call.placement}")
     return " ".join(words)
 
 
@@ -71,7 +74,16 @@ def common_calls(generation: str) -> list[tuple[Call, str]]:
         (cached, "decode"),
         (cached, "prefill"),
         (split, "decode"),
+        *placed_calls(generation),
     ]
+
+
+def placed_calls(generation: str) -> list[tuple[Call, str]]:
+    """The usual layer with hardware placement, where a workgroup can tell where it runs."""
+    if generation not in PLACED_BY_HARDWARE:
+        return []
+    placed = make_call(generation, placement="hardware")
+    return [(placed, "decode"), (placed, "prefill")]
 
 
 def all_calls(generation: str) -> list[tuple[Call, str]]:
@@ -106,4 +118,5 @@ def all_calls(generation: str) -> list[tuple[Call, str]]:
     for queries in (4, 8):
         add("decode", max_decode_query=queries)
     add("plan", "write")
+    calls.extend(placed_calls(generation))
     return calls
