@@ -139,6 +139,7 @@ def test_doctor_knows_the_oldest_triton(version, wrong):
         ({}, "0.1.7", "MI300X", "--block-size 128"),
         ({"aiter": "never"}, "0.1.7", "MI355X", "not used: NUMA_SWIZZLE_AITER=never"),
         ({"mapping": "head-first"}, "0.1.7", "MI300X", "NUMA_SWIZZLE_MAPPING"),
+        ({"placement": "hardware"}, "0.1.7", "MI300X", "NUMA_SWIZZLE_PLACEMENT"),
         ({"aiter": "always"}, "0.1.7", "MI300X", "wherever it can run"),
         ({"aiter": "always"}, "0.1.7", "MI450", None),
     ],
@@ -151,6 +152,23 @@ def test_doctor_says_when_aiter_is_taken(chosen, version, device, words):
     doctor.explain_aiter(report, pretend(device), settings.Settings(**chosen))
     assert len(report.notes) == (words is not None)
     assert words is None or words in report.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "words"), [("MI300X", None), ("MI450", "leave NUMA_SWIZZLE_PLACEMENT at dispatch")]
+)
+def test_doctor_shows_the_placement(device, words):
+    from numa_attention.topology import pretend
+    from vllm_numa_backend import settings
+
+    report = doctor.Report(packages={"amd-aiter": None})
+    chosen = settings.Settings(placement="hardware")
+    doctor.choose(report, pretend(device), chosen, pretended=True)
+    assert len(report.problems) == (words is not None)
+    if words:
+        assert words in report.problems[0] and not report.choices
+    else:
+        assert all("placed by hardware" in choice.decode + choice.prefill for choice in report.choices)
 
 
 @pytest.mark.parametrize("on_rocm", [True, False])

@@ -223,7 +223,7 @@ def choose(report: Report, device: Topology, chosen: settings.Settings | None, p
 
     from numa_attention.jit import resolve
     from numa_attention.shapes import LayerShape
-    from numa_attention.variants import choose_decode, choose_prefill
+    from numa_attention.variants import choose_decode, choose_prefill, place
 
     if chosen is None:
         return
@@ -242,8 +242,14 @@ def choose(report: Report, device: Topology, chosen: settings.Settings | None, p
         shape = LayerShape(
             q_heads, kv_heads, head_dim, head_dim, torch.bfloat16, torch.bfloat16, page_size=16
         )
-        decode = choose_decode(shape, device, report.kernels, 1, chosen.mapping, aiter=chosen.aiter)
-        prefill = choose_prefill(shape, device, report.kernels, chosen.mapping, aiter=chosen.aiter)
+        aiter = chosen.aiter if chosen.placement == "dispatch" else "never"
+        decode = choose_decode(shape, device, report.kernels, 1, chosen.mapping, aiter=aiter)
+        prefill = choose_prefill(shape, device, report.kernels, chosen.mapping, aiter=aiter)
+        try:
+            decode, prefill = (place(each, chosen.placement, device) for each in (decode, prefill))
+        except ValueError as error:
+            report.problems.append(f"{error}.")
+            return
         report.choices.append(
             Choice(model, q_heads, kv_heads, head_dim, decode.describe(), prefill.describe())
         )
@@ -260,11 +266,16 @@ def explain_aiter(report: Report, device: Topology, chosen: settings.Settings) -
         report.notes.append(
             "amd-aiter is not installed: all kernels are ours. It is optional: pip install --pre amd-aiter"
         )
-    elif chosen.aiter == "never" or chosen.mapping is not None:
-        why = (
-            "NUMA_SWIZZLE_AITER=never" if chosen.aiter == "never" else "NUMA_SWIZZLE_MAPPING names a mapping"
+    elif unused := [
+        text
+        for text, is_so in (
+            ("NUMA_SWIZZLE_AITER=never", chosen.aiter == "never"),
+            ("NUMA_SWIZZLE_MAPPING asks for our own kernels", chosen.mapping is not None),
+            ("NUMA_SWIZZLE_PLACEMENT asks for our own kernels", chosen.placement != "dispatch"),
         )
-        report.notes.append(f"amd-aiter {version} is installed and not used: {why}.")
+        if is_so
+    ]:
+        report.notes.append(f"amd-aiter {version} is installed and not used: {unused[0]}.")
     elif chosen.aiter == "auto":
         report.notes.append(
             f"amd-aiter {version}: its prefill is taken for bfloat16, head_dim 128 and pages of a multiple of "
