@@ -84,8 +84,8 @@ def test_a_row_without_keys_is_zero_in_float8_too(kernels, device):
         assert out.float().isfinite().all()
 
 
-def test_output_of_a_kernel_that_does_not_quantise(device, monkeypatch):
-    """It runs as ever, and what it gives is quantised; other options that it lacks are refused."""
+def test_a_kernel_that_lacks_options(device, monkeypatch):
+    """What it gives is quantised after it; other options are refused."""
     from numa_attention import attention
 
     case = make_paged_case(QUERY_LENS, SEQ_LENS, dtype=torch.bfloat16, device=device)
@@ -99,6 +99,10 @@ def test_output_of_a_kernel_that_does_not_quantise(device, monkeypatch):
         ValueError, match="-decode takes no alibi_sqrt: plan the layer with a shape that is `general`"
     ):
         run(case, schedule, scale=0.1, alibi_slopes=torch.ones(4, device=device), alibi_sqrt=True)
+    causal = torch.ones(3, dtype=torch.bool, device=device)
+    schedule = make_planner(case, kernels="auto").plan(step_of(case, 2, causal))
+    with pytest.raises(ValueError, match="-decode takes no causal by request"):
+        run(case, schedule, scale=0.1)
 
 
 REFUSED = {

@@ -109,9 +109,12 @@ def attend(
     general = _general_options(schedule.batch, alibi_sqrt, spans, clamp_spans, q_scale, out_scale)
     for plan in plans:
         if plan is not None:
-            if general and plan.variant.name not in GENERAL:
+            if plan.variant.name not in GENERAL and (general or not isinstance(schedule.batch.causal, bool)):
+                lacking = (
+                    [*general] if isinstance(schedule.batch.causal, bool) else [*general, "causal by request"]
+                )
                 raise ValueError(
-                    f"the kernel {plan.variant.name} takes no {', '.join(general)}: "
+                    f"the kernel {plan.variant.name} takes no {', '.join(lacking)}: "
                     "plan the layer with a shape that is `general`"
                 )
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -82,8 +82,8 @@ class Request:
 class Rig:
     """Layers of one KV cache group with their caches, and the builder of their metadata.
 
-    causal, images: what the steps say of causality and of images, as the model runner does. as_quantised: what becomes
-    of queries.
+    shares: by layer, the layer whose keys and values it attends over. causal, images: what the steps say of causality
+    and of images, as the model runner does. as_quantised: what becomes of queries.
     """
 
     config: object
@@ -93,6 +93,7 @@ class Rig:
     dtype: torch.dtype
     free: list[int]
     generator: torch.Generator
+    shares: dict[int, int] = field(default_factory=dict)
     causal: bool | torch.Tensor = True
     images: dict[int, list[tuple[int, int]]] | None = None
     as_quantised: Callable[[torch.Tensor], torch.Tensor] = lambda query: query
@@ -180,8 +181,9 @@ class Rig:
         for index, (request, query_len) in enumerate(zip(requests, query_lens, strict=True)):
             group = layer.num_heads // layer.num_kv_heads
             q = self.as_quantised(queries[start : start + query_len]).double()
-            k = request.keys[i].double().repeat_interleave(group, 1)
-            v = request.values[i].double().repeat_interleave(group, 1)
+            source = self.shares.get(i, i)
+            k = request.keys[source].double().repeat_interleave(group, 1)
+            v = request.values[source].double().repeat_interleave(group, 1)
             scores = torch.einsum("qhd,khd->hqk", q, k) * impl.scale
             if impl.soft_cap:
                 scores = impl.soft_cap * torch.tanh(scores / impl.soft_cap)

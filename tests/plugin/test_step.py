@@ -179,18 +179,22 @@ def test_profiling_run_gives_zeros(model):
         assert torch.equal(layer(q, k, v), torch.zeros(3, HEADS * layer.head_size))
 
 
-def test_shared_cache_is_read_not_written(model):
-    """A layer that shares another's cache attends over it and leaves it as it is."""
-    with rig(model, windows=(None, None)) as r:
+@pytest.mark.parametrize("window", [None, 20])
+def test_shared_cache_is_read_not_written(model, window):
+    """A layer that shares another's cache attends over it, with its own window, and leaves it as it is."""
+    with rig(model, windows=(None, window)) as r:
         first, second = r.layers
-        second.impl.kv_sharing_target_layer_name = first.layer_name
-        second.kv_cache = torch.full_like(second.kv_cache, torch.nan)
-        slots = torch.zeros(1, dtype=torch.int64)
+        for holder in (second, second.impl):
+            holder.kv_sharing_target_layer_name = first.layer_name
+        second.kv_cache = first.kv_cache
+        a, b = r.new_request(), r.new_request()
+        r.shares = {1: 0}
+        check(r.step([a, b], [33, 20]))
+        check(r.step([a, b], [1, 1]))
+        before = first.kv_cache.clone()
         key = torch.ones(1, KV_HEADS, first.head_size)
-        second.impl.do_kv_cache_update(second, key, key, second.kv_cache, slots)
-        assert second.kv_cache.isnan().all()
-        first.impl.do_kv_cache_update(first, key, key, first.kv_cache, slots)
-        assert not first.kv_cache.isnan().all()
+        second.impl.do_kv_cache_update(second, key, key, second.kv_cache, torch.zeros(1, dtype=torch.int64))
+        assert torch.equal(first.kv_cache.nan_to_num(), before.nan_to_num())
 
 
 def test_capture_uses_short_sequences(model):

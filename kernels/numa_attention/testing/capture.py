@@ -20,7 +20,7 @@ from numa_attention import attention
 from numa_attention.jit import Launcher, interpreting
 from numa_attention.kv_cache import FLOAT8, write_pages
 from numa_attention.schedule import Planner, PrefillSchedule, Schedule, StepBatch
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import CONTIGUOUS, LayerShape
 from numa_attention.topology import pretend
 from numa_attention.variants import Variant
 
@@ -45,6 +45,11 @@ class Call:
     sinks: bool = False
     soft_cap: bool = False
     alibi: bool = False
+    alibi_sqrt: bool = False
+    spans: bool = False
+    causal_by_request: bool = False
+    float8_query: bool = False
+    float8_output: bool = False
     lse: bool = False
     max_decode_query: int = 1
     placement: str = "dispatch"
@@ -138,6 +143,10 @@ def compile_call(call: Call, generation: str, step: str, **tile: int | str) -> l
         elif step == "write":
             _write(call)
         else:
+            causal = shape.page_size != CONTIGUOUS
+            if call.causal_by_request:
+                causal = _empty(REQUESTS, dtype=torch.int32)
+            batch = replace(batch, causal=causal, has_spans=call.spans)
             attend_once(call, Schedule(batch, shape, "triton", decode=decode, prefill=prefill))
     return [Compiled(name, step, variant, result) for name, result in captured]
 
@@ -164,31 +173,38 @@ def batch_of(num_decodes: int) -> StepBatch:
 
 
 def _pages(shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+    if shape.page_size == CONTIGUOUS:
+        dims = shape.head_dim, shape.head_dim_v
+        return tuple(_empty(TOKENS, shape.kv_heads, dim, dtype=shape.kv_dtype) for dim in dims)
     page_bytes = shape.page_size * shape.kv_heads * shape.head_dim * shape.kv_dtype.itemsize
     rows = (CACHE_BYTES // page_bytes, shape.page_size, shape.kv_heads)
     return tuple(_empty(*rows, dim, dtype=shape.kv_dtype) for dim in (shape.head_dim, shape.head_dim_v))
 
 
-def _scales(shape: LayerShape) -> dict[str, torch.Tensor]:
-    if shape.kv_dtype not in FLOAT8:
-        return {}
-    return {name: _empty(1, dtype=torch.float32) for name in ("k_scale", "v_scale")}
+def _scales(shape: LayerShape, *more: str) -> dict[str, torch.Tensor]:
+    names = (*more, *(("k_scale", "v_scale") if shape.kv_dtype in FLOAT8 else ()))
+    return {name: _empty(1, dtype=torch.float32) for name in names}
 
 
 def attend_once(call: Call, schedule: Schedule) -> None:
     shape = call.shape
     heads = shape.q_heads
+    scales = [
+        name for name, used in (("q_scale", call.float8_query), ("out_scale", call.float8_output)) if used
+    ]
     attention.attend(
-        _empty(TOKENS, heads, shape.head_dim, dtype=shape.dtype),
+        _empty(TOKENS, heads, shape.head_dim, dtype=shape.kv_dtype if call.float8_query else shape.dtype),
         *_pages(shape),
-        _empty(TOKENS, heads, shape.head_dim_v, dtype=shape.dtype),
+        _empty(TOKENS, heads, shape.head_dim_v, dtype=shape.kv_dtype if call.float8_output else shape.dtype),
         schedule,
         scale=shape.head_dim**-0.5,
         soft_cap=30.0 if call.soft_cap else 0.0,
         sinks=_empty(heads, dtype=shape.dtype) if call.sinks else None,
-        alibi_slopes=_empty(heads, dtype=torch.float32) if call.alibi else None,
+        alibi_slopes=_empty(heads, dtype=torch.float32) if call.alibi or call.alibi_sqrt else None,
+        alibi_sqrt=call.alibi_sqrt,
+        spans=_empty(REQUESTS, 4, 2, dtype=torch.int32) if call.spans else None,
         lse=_empty(heads, TOKENS, dtype=torch.float32).T if call.lse else None,
-        **_scales(shape),
+        **_scales(shape, *scales),
     )
 
 

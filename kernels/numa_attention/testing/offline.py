@@ -26,7 +26,16 @@ from numa_attention.topology import pretend
 ACCEPTED = {
     ("sm_90", "decode_kernel", "16x128 4w 2s"): "fastest of those measured on an H200, at pages of 16",
     ("sm_90", "prefill_kernel", "128x64 4w 3s"): "fastest of those measured on an H200, at pages of 16",
-    ("gfx942", "prefill_kernel", "128x64 8w 1s"): "Triton 3.8 alone spills, a few registers outside loops",
+    (
+        "gfx942",
+        "prefill_kernel",
+        "128x64 8w 1s",
+    ): "Triton 3.8, spans and square-root ALiBi spill a few registers, one at most in a loop",
+    (
+        "gfx950",
+        "prefill_kernel",
+        "128x64 8w 2s",
+    ): "spans and float8 queries spill a few registers outside loops",
 }
 
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import CONTIGUOUS, LayerShape
 from numa_attention.testing.capture import Call
 from numa_attention.variants import PLACED_BY_HARDWARE
 
@@ -19,6 +19,7 @@ FLOAT8 = {
 }
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
+GENERAL_OPTIONS = ("alibi_sqrt", "spans", "causal_by_request", "float8_query", "float8_output")
 KV_HEADS = {1: 8, 64: 1}  # by group; 4 for the others
 
 
@@ -35,7 +36,8 @@ def make_call(
     """A call of one layer. float8: E4M3 or E5M2 for a cache of the float8 type that the generation computes with."""
     kv_dtype = dtype if float8 is None else FLOAT8[float8, generation == "gfx942"]
     kv_heads = KV_HEADS.get(group, 4)
-    shape = LayerShape(group * kv_heads, kv_heads, *head_dims, dtype, kv_dtype, page_size, window)
+    general = not options.keys().isdisjoint(GENERAL_OPTIONS)
+    shape = LayerShape(group * kv_heads, kv_heads, *head_dims, dtype, kv_dtype, page_size, window, general)
     return Call(shape, **options)
 
 
@@ -43,12 +45,13 @@ def describe(call: Call) -> str:
     """A short name, such as "bf16 d128 g8 p16 window"."""
     shape = call.shape
     dims = f"d{shape.head_dim}" + (f"/{shape.head_dim_v}" if shape.head_dim_v != shape.head_dim else "")
-    words = [SHORT[shape.dtype], dims, f"g{shape.group}", f"p{shape.page_size}"]
+    words = [SHORT[shape.dtype], dims, f"g{shape.group}"]
+    words.append("encoder" if shape.page_size == CONTIGUOUS else f"p{shape.page_size}")
     if shape.kv_dtype != shape.dtype:
         words.append("kv-" + str(shape.kv_dtype).removeprefix("torch.float8_"))
     if shape.window >= 0:
         words.append("window")
-    words += [name for name in ("sinks", "soft_cap", "alibi", "lse") if getattr(call, name)]
+    words += [name for name in ("sinks", "soft_cap", "alibi", *GENERAL_OPTIONS, "lse") if getattr(call, name)]
     if call.max_decode_query > 1:
         words.append(f"q{call.max_decode_query}")
     if call.placement != "dispatch":
@@ -115,6 +118,13 @@ def all_calls(generation: str) -> list[tuple[Call, str]]:
     add("decode", "prefill", window=127, sinks=True, soft_cap=True, alibi=True, lse=True)
     add("decode", "prefill", head_dims=(64, 64), page_size=64, window=127, sinks=True)
     add("decode", "prefill", head_dims=(256, 256), group=4, page_size=64, window=1023, soft_cap=True)
+    add("decode", "prefill", spans=True, window=127)
+    add("decode", "prefill", causal_by_request=True)
+    add("decode", "prefill", alibi_sqrt=True)
+    add("decode", "prefill", float8=E4M3, float8_query=True, float8_output=True)
+    for head_dims in ((64, 64), (128, 128)):
+        add("prefill", head_dims=head_dims, group=1, page_size=CONTIGUOUS)
+    add("prefill", head_dims=(64, 64), group=1, page_size=CONTIGUOUS, window=64)
     for queries in (4, 8):
         add("decode", max_decode_query=queries)
     add("plan", "write")
