@@ -226,6 +226,8 @@ def kernel_of(name: str):
             function = aiter_adapter.decode
         elif name == aiter_adapter.PREFILL:
             function = aiter_adapter.prefill
+        elif name == "hopper-prefill":
+            from numa_attention.prefill.hopper_launch import prefill as function
         elif name == "hopper-decode":
             from numa_attention.decode.hopper_launch import decode as function
         elif name == "cdna5-decode":

@@ -112,7 +112,8 @@ class Planner:
     request may have and still be a decode (1 + speculated tokens). kernels: "auto", "triton", "torch" or "interpret".
     mapping: one of `mapping.MAPPINGS`, None for the variant's own. topology: another device than the detected one.
     aiter: "auto", "never" or "always" use AMD's own kernels; features: what the layer's calls have, of "sinks",
-    "alibi", "soft_cap" and "lse"; see `aiter_adapter`. decode_variant: instead of the dispatcher's, to measure another.
+    "alibi", "soft_cap" and "lse"; see `aiter_adapter`. decode_variant, prefill_variant: instead of the dispatcher's, to
+    measure others.
     clusters: on gfx1250, steps whose units fill the device and whose pages are long enough are decoded in clusters of
     workgroups (`decode/cdna5_cluster.py`), which does not balance uneven lengths.
 
@@ -136,6 +137,7 @@ class Planner:
         features: frozenset[str] = frozenset(),
         placement: str = "dispatch",
         decode_variant: Variant | None = None,
+        prefill_variant: Variant | None = None,
     ):
         shape.check()
         if mapping is not None:
@@ -164,7 +166,7 @@ class Planner:
         self.decode_variant = decode_variant or choose_decode(
             shape, topology, self.kernels, max_decode_query, mapping, aiter=aiter, features=features
         )
-        self.prefill_variant = choose_prefill(
+        self.prefill_variant = prefill_variant or choose_prefill(
             shape, topology, self.kernels, mapping, aiter=aiter, features=features
         )
         self.decode_variant = place(self.decode_variant, placement, topology)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,8 +12,9 @@ from numa_attention.decode import cdna5_variant, hopper_variant
 from numa_attention.jit import interpreting, triton_release
 from numa_attention.machine import dispatch
 from numa_attention.machine.machines import Machine, like
+from numa_attention.prefill import hopper_variant as hopper_prefill_variant
 from numa_attention.shapes import MAX_HEAD_DIM, LayerShape, UnsupportedShape
-from numa_attention.topology import Topology
+from numa_attention.topology import Topology, pretend
 
 MIN_DOT_ROWS = 16  # the fewest rows a matrix instruction of any generation takes
 
@@ -206,18 +208,31 @@ def choose_prefill(
     *,
     aiter: str = "never",
     features: frozenset[str] = frozenset(),
+    kernel: str | None = None,
 ) -> Variant:
     """The prefill variant for a layer shape. kernels: "triton" or "torch". aiter, features: see `aiter_adapter`.
 
-    A mapping that is asked for keeps to the kernels that have it.
+    A mapping that is asked for keeps to the kernels that have it. kernel: "hopper-prefill" for the kernel of sm_90,
+    which the dispatcher does not choose by itself before it has been measured there. Raises UnsupportedShape where it
+    does not take the layer, ValueError for another name.
     """
+    form = ""
     own = kernels != "triton" or mapping is not None
     if not own and aiter_adapter.chosen("prefill", shape, topology, aiter, features):
         return Variant(aiter_adapter.PREFILL, "prefill", 128, 128, 4, 1, 0, "block-first", 1)
-    tile = _tile(PREFILL_TILES, shape, topology)
+    if kernel is not None:
+        _check_hopper(
+            shape, topology, kernels, kernel, hopper_prefill_variant.NAME, hopper_prefill_variant.why_not
+        )
+        hopper = hopper_prefill_variant.TILES[shape.head_dim, shape.head_dim_v]
+        name, form = kernel, hopper_prefill_variant.FORM
+        # four warps of each consumer of 64 rows, and those of the producer
+        tile = Tile(MAX_HEAD_DIM, 2 * hopper_prefill_variant.ROWS, hopper.block_n, 12, hopper.stages)
+    else:
+        name = "portable-prefill" if kernels == "triton" else "torch-prefill"
+        tile = _tile(PREFILL_TILES, shape, topology)
     if kernels == "torch":
         tile = replace(tile, rows=TORCH_BLOCK_M)
-    name = "portable-prefill" if kernels == "triton" else "torch-prefill"
     return Variant(
         name,
         "prefill",
@@ -229,7 +244,15 @@ def choose_prefill(
         mapping
         or dispatch.prefill_mapping(machine_of(topology), shape.q_heads, shape.kv_heads, shape.head_dim),
         topology.dispatch_domains,
+        form,
     )
+
+
+def portable_prefill(shape: LayerShape, variant: Variant) -> Variant:
+    """The portable variant of sm_90 for the tile list of another variant, whose rows it keeps."""
+    tile = _tile(PREFILL_TILES, shape, pretend("sm_90"))
+    sizes = dict(block_n=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return replace(variant, name="portable-prefill", form="", **sizes)
 
 
 def choose_decode(
@@ -257,7 +280,7 @@ def choose_decode(
     obstacle = _cdna5_obstacle(shape, topology, kernels)
     per_unit = None
     if kernel is not None:
-        _check_hopper(shape, topology, kernels, kernel)
+        _check_hopper(shape, topology, kernels, kernel, "hopper-decode", hopper_variant.why_not)
         hopper = hopper_variant.tile_of(shape, rows)
         name, form, per_unit = kernel, hopper.form, hopper.workgroups_per_unit
         tile = Tile(MAX_HEAD_DIM, rows, hopper.block_n, 4, hopper.stages)
@@ -300,13 +323,15 @@ def _cdna5_obstacle(shape: LayerShape, topology: Topology, kernels: str) -> str 
     return cdna5_variant.why_not(shape, triton_release())
 
 
-def _check_hopper(shape: LayerShape, topology: Topology, kernels: str, kernel: str) -> None:
-    if kernel != "hopper-decode":
-        raise ValueError(f"kernel={kernel!r} is unknown: the only one to ask for is hopper-decode.")
+def _check_hopper(
+    shape: LayerShape, topology: Topology, kernels: str, kernel: str, known: str, why_not: Callable
+) -> None:
+    if kernel != known:
+        raise ValueError(f"kernel={kernel!r} is unknown: the only one to ask for is {known}.")
     if topology.generation != "sm_90" or kernels != "triton":
         raise UnsupportedShape(
             f"{kernel} runs on sm_90 with Triton, not on {topology.generation} with {kernels}."
         )
-    reason = hopper_variant.why_not(shape, triton_release())
+    reason = why_not(shape, triton_release())
     if reason is not None:
         raise UnsupportedShape(f"{kernel} {reason}.")

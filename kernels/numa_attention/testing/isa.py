@@ -91,7 +91,7 @@ class Code:
         )
 
     def main_loop(self) -> tuple[int, int] | None:
-        """The innermost loop that multiplies tiles.
+        """The innermost loop that multiplies tiles and, where any does, exponentiates.
 
         Kernels have several: the walk over tiles that need no mask is the shortest, and runs the longest. Products that
         take no matrix instruction (float32 on NVIDIA) show as fused multiply-adds.
@@ -101,6 +101,8 @@ class Code:
         if not multiplying:
             most = max((count["fused multiply-add"] for count in counts.values()), default=0)
             multiplying = [loop for loop in self.loops if 2 * counts[loop]["fused multiply-add"] > most]
+        # a wait that repeats may look like a loop of its own, around some of the products
+        multiplying = [loop for loop in multiplying if counts[loop]["exponential"]] or multiplying
         innermost = [
             (begin, end)
             for begin, end in multiplying

@@ -1,0 +1,136 @@
+"""Prefill over a paged cache for sm_90 (H100, H200), in Gluon: TMA, wgmma, and warps with different work.
+
+It takes the tile list of `prefill/portable.py`, of which each workgroup computes every `num_programs`-th tile. One warp
+of a workgroup, the producer, copies queries, and keys and values straight from their pages, into rings of buffers in
+shared memory. Each consumer, a warpgroup of four warps, keeps 64 rows of the packed tile, multiplies and exponentiates.
+mbarriers say when a buffer is full and when all consumers are done with it.
+
+KV tiles are walked from the last one seen to the first: the diagonal and the end of the sequence (masked), the interior
+(no mask at all), the left edge of the window (masked). Probabilities stay in registers: they are the left operand of
+the second product. The words of a variant's form say what overlaps; see `hopper_variant.WORDS`.
+
+A cache is a matrix to TMA: its rows are the tokens of all pages, so that pages need no dimension of their own.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from numa_attention.portable_launch import ANY_ALIGNMENT
+from numa_attention.prefill.hopper_consumer import consume
+from numa_attention.prefill.hopper_producer import produce
+from numa_attention.prefill.hopper_work import ROWS
+
+
+@gluon.jit(
+    do_not_specialize=["first_request", "count"], do_not_specialize_on_alignment=["tiles", *ANY_ALIGNMENT]
+)
+def prefill_kernel(
+    tiles,  # int32 [count, 4]: request, KV head, query block
+    count,
+    first_request,
+    queries,  # descriptor of q for boxes [tokens, group, dim], and the one for its second part
+    queries_second,
+    keys,  # descriptor of the keys, a matrix, for boxes [chunk, dim], and the one for its second part
+    keys_second,
+    values,  # descriptor of the values, a matrix, for boxes [chunk, dim_v]
+    q,  # [tokens, q_heads, head_dim]
+    out,  # [tokens, q_heads, head_dim_v]
+    lse,  # float32 [tokens, q_heads]
+    block_table,
+    query_start_loc,
+    seq_lens,
+    sinks,
+    alibi_slopes,
+    k_scale,
+    v_scale,
+    scale,
+    soft_cap,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    out_head_stride,
+    lse_token_stride,
+    lse_head_stride,
+    k_page_rows,  # where a page and a head begin in the matrix of the keys, and in that of the values
+    k_head_rows,
+    k_head_columns,
+    v_page_rows,
+    v_head_rows,
+    v_head_columns,
+    block_table_stride,
+    C: gl.constexpr,
+):
+    BAR: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    buffer_q = gl.allocate_shared_memory(keys.dtype, [C.consumers, ROWS, C.dim], keys.layout)
+    buffer_k = gl.allocate_shared_memory(keys.dtype, [C.stages, C.block_n, C.dim], keys.layout)
+    buffer_v = gl.allocate_shared_memory(keys.dtype, [C.stages, C.block_n, C.dim_v], keys.layout)
+    buffer_q2 = buffer_q
+    buffer_k2 = buffer_k
+    if C.second > 0:
+        buffer_q2 = gl.allocate_shared_memory(keys.dtype, [C.consumers, ROWS, C.second], keys.layout)
+        buffer_k2 = gl.allocate_shared_memory(keys.dtype, [C.stages, C.block_n, C.second], keys.layout)
+    full_q = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], BAR)
+    empty_q = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], BAR)
+    turn = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], BAR)
+    cleared = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
+    full_k = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
+    empty_k = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
+    full_v = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
+    empty_v = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
+    for i in gl.static_range(C.consumers):
+        hopper.mbarrier.init(full_q.index(i), count=1)
+        hopper.mbarrier.init(empty_q.index(i), count=1)
+        hopper.mbarrier.init(turn.index(i), count=1)
+    hopper.mbarrier.init(cleared.index(0), count=C.consumers)
+    for i in gl.static_range(C.stages):
+        hopper.mbarrier.init(full_k.index(i), count=1)
+        hopper.mbarrier.init(empty_k.index(i), count=C.consumers)
+        hopper.mbarrier.init(full_v.index(i), count=1)
+        hopper.mbarrier.init(empty_v.index(i), count=C.consumers)
+    buffers = (buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v)
+    barriers = (full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared)
+    step = (tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride)
+    descriptors = (queries, queries_second, keys, keys_second, values)
+    places = (k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns)
+    arguments = (q, out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap)
+    strides = (
+        q_token_stride,
+        q_head_stride,
+        out_token_stride,
+        out_head_stride,
+        lse_token_stride,
+        lse_head_stride,
+    )
+    if C.consumers == 1:
+        gl.warp_specialize(
+            [
+                (consume, (arguments, strides, buffers, barriers, step, 0, C)),
+                (produce, (descriptors, buffers, barriers, step, places, C)),
+            ],
+            [1],
+            [C.producer_registers],
+        )
+    elif C.consumers == 2:
+        gl.warp_specialize(
+            [
+                (consume, (arguments, strides, buffers, barriers, step, 0, C)),
+                (consume, (arguments, strides, buffers, barriers, step, 1, C)),
+                (produce, (descriptors, buffers, barriers, step, places, C)),
+            ],
+            [4, 1],
+            [C.consumer_registers, C.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (arguments, strides, buffers, barriers, step, 0, C)),
+                (consume, (arguments, strides, buffers, barriers, step, 1, C)),
+                (consume, (arguments, strides, buffers, barriers, step, 2, C)),
+                (produce, (descriptors, buffers, barriers, step, places, C)),
+            ],
+            [4, 4, 1],
+            [C.consumer_registers, C.consumer_registers, C.producer_registers],
+        )

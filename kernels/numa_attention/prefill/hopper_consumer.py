@@ -1,0 +1,304 @@
+"""Prefill on sm_90: a warpgroup that multiplies and exponentiates, for 64 rows of the packed tile."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from numa_attention import scores
+from numa_attention.prefill.hopper_work import ROWS, work_of
+
+# the scoring rule is that of all kernels: these are its plain-Triton functions, compiled by Gluon
+score_tile = gluon.jit(scores.score_tile.fn)
+visible = gluon.jit(scores.visible.fn)
+safe_max = gluon.jit(scores.safe_max.fn)
+add_sink = gluon.jit(scores.add_sink.fn)
+natural_lse = gluon.jit(scores.natural_lse.fn)
+normalise = gluon.jit(scores.normalise.fn)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+PART = gl.constexpr(32)  # rows of values that a consumer clears at a time
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """A consumer's accumulator of so many columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def copy_layout(columns):
+    """Rows of 16-bit elements in the registers of a consumer, 16 bytes of a row in each thread."""
+    lanes = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def load_queries(
+    q, shared, first_row, first_column, kv_head, query_start, query_len, token_stride, head_stride,
+    DIM: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Copy a consumer's rows of the packed tile, DIM columns from `first_column`, into shared memory."""
+    COPY: gl.constexpr = copy_layout(DIM)
+    o_row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
+    o_column = first_column + gl.arange(0, DIM, gl.SliceLayout(0, COPY))
+    o_query = o_row // C.group
+    o_token = (query_start + o_query).to(gl.int64)
+    o_head = kv_head * C.group + o_row % C.group
+    p_q = q + o_token[:, None] * token_stride + o_head[:, None] * head_stride + o_column[None, :]
+    shared.store(gl.load(p_q, mask=(o_query < query_len)[:, None], other=0.0))
+
+
+@gluon.jit
+def multiply_keys(buffers, slot, CONSUMER: gl.constexpr, C: gl.constexpr):
+    """Begin the product [M, N] of a consumer's queries with the keys in a buffer."""
+    buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
+    b_s = gl.zeros((ROWS, C.block_n), gl.float32, product_layout(C.block_n))
+    b_s = hopper.warpgroup_mma(
+        buffer_q.index(CONSUMER), buffer_k.index(slot).permute((1, 0)), b_s, use_acc=False, is_async=True
+    )
+    if C.second > 0:
+        b_s = hopper.warpgroup_mma(
+            buffer_q2.index(CONSUMER), buffer_k2.index(slot).permute((1, 0)), b_s, is_async=True
+        )
+    return b_s
+
+
+@gluon.jit
+def factor_of(scale, C: gl.constexpr):
+    """What turns the scores that `softmax` sees, and the maxima that it keeps, into base 2; positive."""
+    factor = scale * LOG2_E
+    if C.has_cap or C.has_alibi:
+        factor = factor * 0.0 + 1.0
+    return factor
+
+
+@gluon.jit
+def softmax(
+    b_s, b_m, b_l, tile, o_position, b_slope, seq_len, scale, soft_cap, MASKED: gl.constexpr, C: gl.constexpr
+):
+    """Products of a tile [M, N] -> (probabilities [M, N], new maximum, new sum, what older sums shrink by) [M].
+
+    Where scores are the products times a factor, the maximum is that of the products, so that one multiply-add a score
+    is enough.
+    """
+    o_key = tile * C.block_n + gl.arange(0, C.block_n, gl.SliceLayout(0, product_layout(C.block_n)))
+    if C.has_cap or C.has_alibi:
+        b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, C.has_cap, C.has_alibi)
+    if MASKED:
+        b_s = gl.where(visible(o_position, o_key, seq_len, C.causal, C.window), b_s, float("-inf"))
+    factor = factor_of(scale, C)
+    b_new = gl.maximum(b_m, gl.max(b_s, 1))
+    b_shift = (safe_max(b_new) if MASKED else b_new) * factor
+    b_p = gl.exp2(b_s * factor - b_shift[:, None])
+    b_alpha = gl.exp2(b_m * factor - b_shift)
+    return b_p, b_new, b_l * b_alpha + gl.sum(b_p, 1), b_alpha
+
+
+@gluon.jit
+def as_operand(b_p, DTYPE: gl.constexpr, C: gl.constexpr):
+    """Probabilities [M, N] as the left operand of the product with values: no value changes its thread."""
+    return gl.convert_layout(b_p.to(DTYPE), gl.DotOperandLayout(0, product_layout(C.dim_v), 2))
+
+
+@gluon.jit
+def clear_values(buffer, cleared, phase, key_low, seq_len, tile, CONSUMER: gl.constexpr, C: gl.constexpr):
+    """Zero the values [block_n, dim_v] of tokens outside of [key_low, seq_len): they may be anything, NaN included.
+
+    The consumers divide the rows, and each waits until all are done.
+    """
+    COPY: gl.constexpr = copy_layout(C.dim_v)
+    for part in gl.static_range(C.block_n // PART):
+        if part % C.consumers == CONSUMER:
+            o_key = tile * C.block_n + part * PART + gl.arange(0, PART, gl.SliceLayout(1, COPY))
+            rows = buffer.slice(part * PART, PART, dim=0)
+            b_v = rows.load(COPY)
+            rows.store(gl.where(((o_key >= key_low) & (o_key < seq_len))[:, None], b_v, 0.0))
+    hopper.fence_async_shared()
+    hopper.mbarrier.arrive(cleared, count=1)
+    hopper.mbarrier.wait(cleared, phase)
+
+
+@gluon.jit
+def walk(
+    b_e, b_m, b_l, b_acc, begin, end, walked, turns, tile_high, buffers, barriers, o_position, b_slope, seq_len,
+    scale, soft_cap, MASKED: gl.constexpr, CONSUMER: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Steps [begin, end) of a tile's walk. Each adds the values of the step before it, whose probabilities b_e are.
+
+    walked, turns: KV tiles before this walk, and turns taken.
+    """
+    buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
+    full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
+    for done in range(begin, end):
+        # held in float32 until here: 16-bit values are taken apart and packed again where a loop carries them
+        b_p = as_operand(b_e, buffer_v.dtype, C)
+        k_count = walked + done
+        v_count = k_count - 1
+        k_slot, v_slot = k_count % C.stages, v_count % C.stages
+        hopper.mbarrier.wait(full_k.index(k_slot), (k_count // C.stages) & 1)
+        if C.turns:
+            hopper.mbarrier.wait(turn.index(CONSUMER), turns & 1)
+            turns += 1
+        if C.ahead:
+            b_s = multiply_keys(buffers, k_slot, CONSUMER, C)
+            hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.stages) & 1)
+            b_acc = hopper.warpgroup_mma(b_p, buffer_v.index(v_slot), b_acc, is_async=True)
+            if C.turns:
+                hopper.mbarrier.arrive(turn.index((CONSUMER + 1) % C.consumers), count=1)
+            b_s = hopper.warpgroup_mma_wait(1, deps=(b_s,))
+            hopper.mbarrier.arrive(empty_k.index(k_slot), count=1)
+        else:
+            hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.stages) & 1)
+            b_acc = hopper.warpgroup_mma(b_p, buffer_v.index(v_slot), b_acc, is_async=True)
+            b_s = multiply_keys(buffers, k_slot, CONSUMER, C)
+            if C.turns:
+                hopper.mbarrier.arrive(turn.index((CONSUMER + 1) % C.consumers), count=1)
+            b_acc, b_p, b_s = hopper.warpgroup_mma_wait(0, deps=(b_acc, b_p, b_s))
+            hopper.mbarrier.arrive(empty_v.index(v_slot), count=1)
+            hopper.mbarrier.arrive(empty_k.index(k_slot), count=1)
+        b_e, b_m, b_l, b_alpha = softmax(
+            b_s, b_m, b_l, tile_high - 1 - done, o_position, b_slope, seq_len, scale, soft_cap, MASKED, C
+        )
+        if C.ahead:
+            # long fulfilled: this wait keeps the compiler from moving the next one up, before the exponentials
+            hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.stages) & 1)
+            b_acc, b_p, b_e = hopper.warpgroup_mma_wait(0, deps=(b_acc, b_p, b_e))
+            hopper.mbarrier.arrive(empty_v.index(v_slot), count=1)
+        b_acc = b_acc * gl.convert_layout(b_alpha, gl.SliceLayout(1, product_layout(C.dim_v)))[:, None]
+    return b_e, b_m, b_l, b_acc, turns
+
+
+@gluon.jit
+def consume(arguments, strides, buffers, barriers, step, CONSUMER: gl.constexpr, C: gl.constexpr):
+    """What a consumer does: attention of its rows of all tiles of this workgroup."""
+    q, out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap = arguments
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride = (
+        strides
+    )
+    buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
+    full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
+    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride = step
+    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(C.block_n))
+    PV: gl.constexpr = product_layout(C.dim_v)
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, PV)
+    v_factor = 1.0
+    if C.has_scales:
+        scale = scale * gl.load(k_scale)
+        v_factor = v_factor * gl.load(v_scale)
+    walked = 0
+    parity = 0  # of the tiles before this one
+    turns = 0
+    clearings = 0
+    if C.turns and C.consumers - 1 == CONSUMER:
+        hopper.mbarrier.arrive(turn.index(0), count=1)
+    for index in range(gl.program_id(0), count, gl.num_programs(0)):
+        (
+            request,
+            kv_head,
+            block,
+            query_start,
+            query_len,
+            seq_len,
+            key_low,
+            tile_high,
+            steps,
+            diagonal,
+            interior,
+        ) = work_of(index, step, C)
+        first_row = block * C.block_m + CONSUMER * ROWS
+        if C.query_copies:
+            hopper.mbarrier.wait(full_q.index(CONSUMER), parity)
+        else:
+            load_queries(
+                q, buffer_q.index(CONSUMER), first_row, 0, kv_head, query_start, query_len,
+                q_token_stride, q_head_stride, C.dim, C,
+            )  # fmt: skip
+            if C.second > 0:
+                load_queries(
+                    q, buffer_q2.index(CONSUMER), first_row, C.dim, kv_head, query_start, query_len,
+                    q_token_stride, q_head_stride, C.second, C,
+                )  # fmt: skip
+            hopper.fence_async_shared()
+        o_row = first_row + gl.arange(0, ROWS, ROW)
+        o_query = o_row // C.group
+        # rows past the last query get a position left of every key, so that they see none
+        o_position = gl.where(o_query < query_len, seq_len - query_len + o_query, -1)
+        b_slope = gl.zeros((ROWS,), gl.float32, ROW)
+        if C.has_alibi:
+            o_head = kv_head * C.group + o_row % C.group
+            b_slope = gl.load(alibi_slopes + o_head, mask=o_query < query_len, other=0.0).to(gl.float32)
+        b_m = gl.full((ROWS,), float("-inf"), gl.float32, ROW)
+        b_l = gl.zeros((ROWS,), gl.float32, ROW)
+        b_acc = gl.zeros((ROWS, C.dim_v), gl.float32, PV)
+
+        slot, phase = walked % C.stages, (walked // C.stages) & 1
+        hopper.mbarrier.wait(full_k.index(slot), phase)
+        b_s = multiply_keys(buffers, slot, CONSUMER, C)
+        b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
+        hopper.mbarrier.arrive(empty_k.index(slot), count=1)
+        b_e, b_m, b_l, b_alpha = softmax(
+            b_s, b_m, b_l, tile_high - 1, o_position, b_slope, seq_len, scale, soft_cap, True, C
+        )
+        left_edge = key_low > (tile_high - steps) * C.block_n
+        if (tile_high * C.block_n > seq_len) | (left_edge & (steps == 1)):
+            hopper.mbarrier.wait(full_v.index(slot), phase)
+            clear_values(
+                buffer_v.index(slot),
+                cleared.index(0),
+                clearings & 1,
+                key_low,
+                seq_len,
+                tile_high - 1,
+                CONSUMER,
+                C,
+            )
+            clearings += 1
+        b_e, b_m, b_l, b_acc, turns = walk(
+            b_e, b_m, b_l, b_acc, 1, diagonal, walked, turns, tile_high, buffers, barriers,
+            o_position, b_slope, seq_len, scale, soft_cap, True, CONSUMER, C,
+        )  # fmt: skip
+        b_e, b_m, b_l, b_acc, turns = walk(
+            b_e, b_m, b_l, b_acc, diagonal, interior, walked, turns, tile_high, buffers, barriers,
+            o_position, b_slope, seq_len, scale, soft_cap, False, CONSUMER, C,
+        )  # fmt: skip
+        if C.window >= 0:
+            b_e, b_m, b_l, b_acc, turns = walk(
+                b_e, b_m, b_l, b_acc, interior, steps, walked, turns, tile_high, buffers, barriers,
+                o_position, b_slope, seq_len, scale, soft_cap, True, CONSUMER, C,
+            )  # fmt: skip
+        if C.query_copies:
+            hopper.mbarrier.arrive(empty_q.index(CONSUMER), count=1)
+        walked += steps
+        parity ^= 1
+        slot = (walked - 1) % C.stages
+        hopper.mbarrier.wait(full_v.index(slot), ((walked - 1) // C.stages) & 1)
+        if C.window >= 0:  # noqa: SIM102 (one is known when compiling)
+            if left_edge & (steps > 1):
+                clear_values(
+                    buffer_v.index(slot), cleared.index(0), clearings & 1, key_low, seq_len, tile_high - steps,
+                    CONSUMER, C,
+                )  # fmt: skip
+                clearings += 1
+        b_p = as_operand(b_e, buffer_v.dtype, C)
+        b_acc = hopper.warpgroup_mma(b_p, buffer_v.index(slot), b_acc, is_async=True)
+        b_acc, b_p = hopper.warpgroup_mma_wait(0, deps=(b_acc, b_p))
+        hopper.mbarrier.arrive(empty_v.index(slot), count=1)
+
+        o_row = first_row + gl.arange(0, ROWS, OUT_ROW)
+        o_query = o_row // C.group
+        m_row = o_query < query_len
+        o_token = (query_start + o_query).to(gl.int64)
+        o_head = kv_head * C.group + o_row % C.group
+        b_m = gl.convert_layout(b_m * factor_of(scale, C), OUT_ROW)
+        b_l = gl.convert_layout(b_l, OUT_ROW)
+        if C.has_sink:
+            b_sink = gl.load(sinks + o_head, mask=m_row, other=float("-inf")).to(gl.float32)
+            b_m, b_l, b_acc = add_sink(b_m, b_l, b_acc, b_sink)
+        o_dv = gl.arange(0, C.dim_v, gl.SliceLayout(0, PV))
+        p_out = out + o_token[:, None] * out_token_stride + o_head[:, None] * out_head_stride + o_dv[None, :]
+        gl.store(p_out, (normalise(b_acc, b_l) * v_factor).to(out.dtype.element_ty), mask=m_row[:, None])
+        if C.has_lse:
+            p_lse = lse + o_token * lse_token_stride + o_head * lse_head_stride
+            gl.store(p_lse, natural_lse(b_m, b_l), mask=m_row)

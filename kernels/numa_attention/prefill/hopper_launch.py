@@ -1,0 +1,244 @@
+"""The launch of the sm_90 prefill kernel; `hopper_variant.py` says for which layers."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from numa_attention.jit import Launcher, gluon_entry, pointer_traits
+from numa_attention.prefill import portable
+from numa_attention.prefill.hopper import prefill_kernel
+from numa_attention.prefill.hopper_variant import NAME, ROWS, registers_of
+from numa_attention.prefill.hopper_work import Constants
+from numa_attention.shapes import LayerShape
+from numa_attention.topology import pretend
+from numa_attention.variants import Variant, portable_prefill
+
+
+@lru_cache(maxsize=1024)
+def constants_of(
+    shape: LayerShape, variant: Variant, causal: bool, has_cap: bool, has_alibi: bool, has_sink: bool, has_lse: bool,
+    has_scales: bool,
+) -> Constants:  # fmt: skip
+    """What one compiled kernel is made for."""
+    consumers = variant.block_m // ROWS
+    registers = registers_of(consumers, variant.form)
+    words = variant.form.split()
+    dim, second = parts_of(shape.head_dim)
+    return Constants(
+        group=shape.group,
+        dim=dim,
+        second=second,
+        dim_v=shape.head_dim_v,
+        block_n=variant.block_n,
+        page_size=shape.page_size,
+        chunk=chunk_of(shape.page_size, variant.block_n),
+        window=shape.window,
+        causal=causal,
+        has_cap=has_cap,
+        has_alibi=has_alibi,
+        has_sink=has_sink,
+        has_lse=has_lse,
+        has_scales=has_scales,
+        consumers=consumers,
+        stages=variant.num_stages,
+        # hyperbolic tangents under way need too many registers
+        ahead="ahead" in words and not has_cap,
+        turns="turns" in words and consumers > 1,
+        query_copies="copied" in words and ROWS % shape.group == 0,
+        consumer_registers=registers[0],
+        producer_registers=registers[1],
+    )
+
+
+def parts_of(head_dim: int) -> tuple[int, int]:
+    """head_dim as powers of two, the second one 0 where one is enough."""
+    first = 1 << head_dim.bit_length() - 1
+    return first, head_dim - first
+
+
+def chunk_of(page_size: int, block_n: int) -> int:
+    """Tokens of one TMA request: a power of two that divides the page and the tile, as large as can be."""
+    return min(page_size & -page_size, block_n)
+
+
+@cache
+def compute_units(device: torch.device) -> int:
+    """SMs of the GPU that runs the kernel."""
+    if device.type != "cuda":
+        return pretend("sm_90").compute_units
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---- what TMA sees ----
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A cache [page, token, kv_head, dim] as a matrix: its size, and where its pages and heads begin."""
+
+    rows: int
+    columns: int
+    row_stride: int
+    page_rows: int
+    head_rows: int
+    head_columns: int
+
+
+@lru_cache(maxsize=1024)
+def matrix_of(size: torch.Size, stride: tuple[int, ...], itemsize: int) -> Matrix | None:
+    """A cache as a matrix whose rows are tokens; None where its strides allow none to TMA."""
+    pages, tokens, heads, dim = size
+    page_stride, token_stride, head_stride = stride[:3]
+    if heads == 1:
+        head_stride = 0
+    by_rows = head_stride % token_stride == 0
+    page_rows = page_stride // token_stride
+    head_rows = head_stride // token_stride if by_rows else 0
+    rows = (pages - 1) * page_rows + (heads - 1) * head_rows + tokens
+    inside = by_rows or head_stride * (heads - 1) + dim <= token_stride
+    aligned = not (token_stride * itemsize) % 16 and not (head_stride * itemsize) % 16
+    if page_stride % token_stride or not inside or not aligned or rows >= 1 << 31:
+        return None
+    return Matrix(
+        rows=rows,
+        columns=dim if by_rows else (heads - 1) * head_stride + dim,
+        row_stride=token_stride,
+        page_rows=page_rows,
+        head_rows=head_rows,
+        head_columns=0 if by_rows else head_stride,
+    )
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a tensor map begins: what a launch needs of a tensor, without keeping its memory."""
+
+    pointer: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+def descriptor_of(
+    base: torch.Tensor | Address, size: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...]
+) -> TensorDescriptor:
+    """A tensor map for boxes whose rows are 64 and more 16-bit elements."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
+    return TensorDescriptor(base, list(size), list(stride), list(box), layout)
+
+
+_descriptor_of = lru_cache(maxsize=4096)(descriptor_of)
+
+
+def tensor_map(
+    tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...]
+) -> TensorDescriptor:
+    """The tensor map of a tensor, made once for each: every layer of every step asks for three."""
+    if tensor.device.type == "cpu":  # the interpreter reads the tensor itself
+        return descriptor_of(tensor, size, stride, box)
+    return _descriptor_of(Address(tensor.data_ptr(), tensor.dtype), size, stride, box)
+
+
+# ---- the launch ----
+
+
+def why_not_call(q, k_pages, v_pages, scale: float, window: int, causal: bool) -> str | None:
+    """What keeps a call from this kernel, of which the schedule knew nothing; None if nothing."""
+    for pages in (k_pages, v_pages):
+        if matrix_of(pages.shape, pages.stride(), pages.itemsize) is None:
+            return f"takes no cache with strides {pages.stride()}: TMA cannot copy its pages"
+    if q.stride(0) % 8 or q.stride(1) % 8 or any(x.data_ptr() % 16 for x in (q, k_pages, v_pages)):
+        return "takes queries, keys and values whose rows begin at multiples of 16 bytes"
+    if not scale > 0.0:
+        return f"takes positive scales, not {scale}"
+    if not causal and window >= 0:
+        return "takes no window that is not causal"
+    return None
+
+
+@cache
+def _warn(reason: str) -> None:
+    logging.getLogger(__name__).warning("portable-prefill instead of %s, which %s", NAME, reason)
+
+
+_launch = Launcher(gluon_entry(prefill_kernel, "sm_90"))
+
+
+def prefill(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    out: torch.Tensor,
+    schedule,
+    *,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> str:
+    """Attention of the prefilling requests of a schedule; see `attention.attend` for shapes. The name of what ran.
+
+    What this kernel does not take, of which the schedule knew nothing, goes to the portable kernel: logged once.
+    """
+    shape, plan, batch = schedule.shape, schedule.prefill, schedule.batch
+    variant = plan.variant
+    reason = why_not_call(q, k_pages, v_pages, scale, shape.window, batch.causal)
+    if reason is not None:
+        _warn(reason)
+        other = portable_prefill(shape, variant)
+        portable.prefill(
+            q, k_pages, v_pages, out, replace(schedule, prefill=replace(plan, variant=other)), scale=scale,
+            soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale, lse=lse,
+        )  # fmt: skip
+        return other.name
+    constants = constants_of(
+        shape, variant, batch.causal, soft_cap > 0.0, alibi_slopes is not None, sinks is not None, lse is not None,
+        k_scale is not None,
+    )  # fmt: skip
+    dim, second = parts_of(shape.head_dim)
+    k_matrix = matrix_of(k_pages.shape, k_pages.stride(), k_pages.itemsize)
+    v_matrix = matrix_of(v_pages.shape, v_pages.stride(), v_pages.itemsize)
+    chunk = chunk_of(shape.page_size, variant.block_n)
+    # where the kernel copies no queries, their tensor map is not used
+    tokens, heads = (ROWS // shape.group, shape.group) if ROWS % shape.group == 0 else (ROWS, 1)
+    queries, keys = [], []
+    for columns in (dim, second or dim):
+        queries.append(tensor_map(q, q.shape, q.stride(), (tokens, heads, columns)))
+        keys.append(_rows_of(k_pages, k_matrix, (chunk, columns)))
+    values = _rows_of(v_pages, v_matrix, (chunk, shape.head_dim_v))
+    p_lse = out if lse is None else lse
+    integers = (
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1), p_lse.stride(0), p_lse.stride(1),
+        k_matrix.page_rows, k_matrix.head_rows, k_matrix.head_columns,
+        v_matrix.page_rows, v_matrix.head_rows, v_matrix.head_columns, batch.block_table.stride(0),
+    )  # fmt: skip
+    arguments = (
+        plan.tiles, len(plan.tiles), batch.num_decodes, *queries, *keys, values, q, out, p_lse,
+        batch.block_table, batch.query_start_loc, batch.seq_lens,
+        q if sinks is None else sinks, q if alibi_slopes is None else alibi_slopes,
+        q if k_scale is None else k_scale, q if v_scale is None else v_scale,
+        float(scale), float(soft_cap), *integers,
+    )  # fmt: skip
+    key = (
+        q.get_device(), shape, variant, constants, integers, pointer_traits(q, out, p_lse), out.dtype,
+        None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype,
+    )  # fmt: skip
+    workgroups = len(plan.tiles)
+    if "persistent" in variant.form:
+        workgroups = min(workgroups, compute_units(q.device))
+    _launch(key, (workgroups, 1, 1), arguments, dict(C=constants), dict(num_warps=4))
+    return variant.name
+
+
+def _rows_of(pages: torch.Tensor, matrix: Matrix, box: tuple[int, int]) -> TensorDescriptor:
+    return tensor_map(pages, (matrix.rows, matrix.columns), (matrix.row_stride, 1), box)

@@ -1,0 +1,98 @@
+"""Prefill on sm_90: what producer and consumers agree on, the constants of a kernel and the walk of a tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+ROWS = gl.constexpr(64)  # rows of the packed tile that one consumer keeps
+BYTES = gl.constexpr(2)  # of an element of queries, keys and values
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What one compiled kernel is made for; of a `LayerShape`, a `Form` and the options of a call."""
+
+    group: int
+    dim: int  # columns of keys, or the first of two parts
+    second: int  # columns of the second part, 0 for none
+    dim_v: int
+    block_n: int
+    page_size: int
+    chunk: int  # tokens of one TMA request
+    window: int
+    causal: bool
+    has_cap: bool
+    has_alibi: bool
+    has_sink: bool
+    has_lse: bool
+    has_scales: bool
+    consumers: int
+    stages: int
+    ahead: bool
+    turns: bool
+    query_copies: bool
+    consumer_registers: int
+    producer_registers: int
+
+    def __post_init__(self) -> None:
+        # as a kernel sees them
+        for field in fields(self):
+            object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
+
+    @property
+    def block_m(self) -> gl.constexpr:
+        """Rows of the packed tile."""
+        return ROWS * self.consumers
+
+
+@gluon.jit
+def work_of(index, step, C: gl.constexpr):
+    """A tile of the list: where its rows are, and which KV tiles they see."""
+    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride = step
+    p_tile = tiles + index.to(gl.int64) * 4
+    listed = gl.load(p_tile)
+    kv_head = gl.load(p_tile + 1)
+    block = gl.load(p_tile + 2)
+    request = (gl.maximum(listed, 0) + first_request).to(gl.int64)
+    query_start = gl.load(query_start_loc + request)
+    # a padding row of the list has no rows to write
+    query_len = gl.where(listed >= 0, gl.load(query_start_loc + request + 1) - query_start, 0)
+    seq_len = gl.load(seq_lens + request)
+    context_len = seq_len - query_len
+
+    # the first and last query token of this tile bound the keys it sees, and those that all its rows see
+    first_position = context_len + block * C.block_m // C.group
+    last_position = context_len + gl.minimum((block * C.block_m + C.block_m - 1) // C.group, query_len - 1)
+    key_high = seq_len
+    all_see_high = seq_len
+    if C.causal:
+        key_high = gl.minimum(last_position + 1, seq_len)
+        all_see_high = gl.minimum(first_position + 1, seq_len)
+    # where no row sees a key, one tile is walked all the same, and masked
+    tile_high = gl.maximum((key_high + C.block_n - 1) // C.block_n, 1)
+    key_low = gl.maximum(first_position - C.window, 0) if C.window >= 0 else 0
+    tile_low = gl.minimum(key_low // C.block_n, tile_high - 1)
+    tile_interior = tile_low
+    if C.window >= 0:
+        tile_interior = (gl.maximum(last_position - C.window, 0) + C.block_n - 1) // C.block_n
+    tile_diagonal = gl.minimum(gl.maximum(all_see_high, 0) // C.block_n, tile_high)
+    # steps of the walk: 0 and those before `diagonal` masked, those before `interior` not, the rest masked again
+    steps = tile_high - tile_low
+    diagonal = gl.minimum(gl.maximum(tile_high - tile_diagonal, 1), steps)
+    interior = gl.minimum(gl.maximum(tile_high - tile_interior, diagonal), steps)
+    return (
+        request,
+        kv_head,
+        block,
+        query_start,
+        query_len,
+        seq_len,
+        key_low,
+        tile_high,
+        steps,
+        diagonal,
+        interior,
+    )

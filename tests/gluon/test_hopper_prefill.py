@@ -1,0 +1,332 @@
+"""The sm_90 prefill kernel under the Gluon interpreter, against the float64 reference, and what its launch refuses.
+
+`NUMA_TEST_SEED` draws other random steps, `NUMA_TEST_GLUON_CASES` more of them (75).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import logging
+import os
+import random
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from numa_attention.prefill import hopper, hopper_consumer, hopper_launch, hopper_producer, hopper_variant
+from numa_attention.prefill.hopper_variant import FORM
+from numa_attention.shapes import LayerShape, UnsupportedShape
+from numa_attention.testing.gluon import Deadlock, GluonFault, Race, Refused
+from numa_attention.topology import pretend
+from numa_attention.variants import choose_prefill
+from tests.gluon.interpreted import interpreted
+from tests.hopper_prefill_cases import bf16_case, check_prefill, windowed_case
+from tests.kernel_step import check_planned, make_planner, shape_of
+from tests.support import LAYOUTS, make_paged_case
+
+SEED = int(os.environ.get("NUMA_TEST_SEED", "0"))
+CASES = int(os.environ.get("NUMA_TEST_GLUON_CASES", "75"))
+
+
+def check(
+    case, form: str = FORM, *, seed: int = 0, workgroups: int = 2, block_n: int = 64, kernel=hopper.prefill_kernel,
+    **options,
+) -> None:  # fmt: skip
+    """Prefill all requests of a case on so many workgroups, in the order that a seed chooses."""
+    with (
+        interpreted(hopper_launch, kernel, "sm_90", seed=seed) as stand_in,
+        mock.patch.object(hopper_launch, "compute_units", lambda device: workgroups),
+    ):
+        check_prefill(case, form, block_n=block_n, **options)
+    assert stand_in.launches == 1
+
+
+# ---- results ----
+
+
+WORDS = FORM.split()
+FORMS = [words for number in range(len(WORDS) + 1) for words in itertools.combinations(WORDS, number)]
+
+
+@pytest.mark.parametrize("words", FORMS, ids=" ".join)
+def test_forms(words):
+    check(bf16_case([40, 3], [140, 70], q_heads=2, kv_heads=1), " ".join(words))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "block_n"), [(64, 64, 128), (128, 128, 128), (192, 128, 64), (256, 256, 64)]
+)
+@pytest.mark.parametrize("copied", [True, False])
+def test_head_sizes(head_dim, head_dim_v, block_n, copied):
+    case = bf16_case(
+        [20], [150], q_heads=2, kv_heads=1, head_dim=head_dim, head_dim_v=head_dim_v, page_size=64
+    )
+    check(case, FORM if copied else FORM.replace(" copied", ""), block_n=block_n)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page_size", [16, 48, 128])
+def test_layouts_and_page_sizes(layout, page_size):
+    check(bf16_case([20], [140], layout=layout, page_size=page_size, q_heads=2))
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 8, 64, 128])
+def test_groups(group):
+    check(bf16_case([3], [90], q_heads=group, kv_heads=1), seed=group)
+
+
+@pytest.mark.parametrize("window", [0, 7, 63, 200])
+def test_nothing_left_of_a_window_counts(window):
+    check(windowed_case([70, 1], [260, 30], window, q_heads=1, kv_heads=1), window=window)
+
+
+def test_soft_cap_sinks_alibi_and_scales():
+    case = bf16_case([40], [100], q_heads=6, kv_heads=2)
+    numbers = torch.Generator().manual_seed(1)
+    sinks, slopes = (torch.randn(6, generator=numbers) for _ in range(2))
+    scales = {"k_scale": torch.tensor([0.7]), "v_scale": torch.tensor([1.6])}
+    check(case, soft_cap=3.0, sinks=sinks, alibi_slopes=slopes.abs() * 0.1, **scales)
+    check(case, sinks=sinks, **scales)
+
+
+def test_requests_without_keys_or_with_fewer_keys_than_queries():
+    check(bf16_case([9, 5, 70], [5, 0, 66]))
+
+
+def test_not_causal():
+    check(bf16_case([30], [150]), causal=False)
+
+
+def test_one_workgroup_takes_all_tiles():
+    check(bf16_case([100, 0, 33], [128, 0, 40]), workgroups=1, seed=5, stages=4)
+
+
+def draw(generator: random.Random) -> None:
+    """Draw one step, form and order, run it and compare."""
+    head_dim, head_dim_v = generator.choice(6 * [(64, 64)] + [(128, 128), (192, 128), (256, 256)])
+    group = generator.choice((1, 1, 2, 3, 4, 5, 7, 8, 16))
+    kv_heads = generator.randint(1, 2) if group < 8 else 1
+    lengths = [generator.randint(1, max(150 // group, 1))]
+    if generator.random() < 0.5:
+        lengths.append(generator.choice((0, 1, generator.randint(1, 20))))
+    contexts = [generator.choice((0, 1, 15, 64, generator.randint(0, 120))) for _ in lengths]
+    window = generator.choice((-1, -1, 0, 5, 40, 100))
+    make_case = make_paged_case if window < 0 else functools.partial(windowed_case, window=window)
+    case = make_case(
+        lengths,
+        [n + context for n, context in zip(lengths, contexts, strict=True)],
+        q_heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        page_size=generator.choice((16, 32, 48, 64, 128, 528)),
+        dtype=generator.choice((torch.bfloat16, torch.float16)),
+        layout=generator.choice(LAYOUTS),
+        seed=generator.randrange(1 << 30),
+    )
+    form = " ".join(word for word in WORDS if generator.random() < 0.5)
+    tile = dict(
+        consumers=generator.randint(1, 3),
+        block_n=generator.choice((64, 128)) if head_dim < 256 else 64,
+        stages=generator.randint(2, 4),
+    )
+    numbers = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    options = {}
+    if generator.random() < 0.2:
+        options["sinks"] = torch.randn(case.q.shape[1], generator=numbers)
+    if generator.random() < 0.2:
+        options["alibi_slopes"] = 0.1 * torch.rand(case.q.shape[1], generator=numbers)
+    if generator.random() < 0.2:
+        options["soft_cap"] = 5.0
+    order = generator.randrange(1 << 30)
+    print(
+        f"lengths {lengths}, contexts {contexts}, window {window}, {form}, {tile}, {list(options)}, seed {order}"
+    )
+    check(case, form, window=window, workgroups=generator.randint(1, 3), seed=order, **tile, **options)
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_random_steps(part):
+    print(f"NUMA_TEST_SEED={SEED}")
+    generator = random.Random(SEED * 1000 + part)
+    for _ in range(CASES // 5):
+        draw(generator)
+
+
+# ---- mistakes ----
+
+ARRIVE, WAIT = "hopper.mbarrier.arrive", "hopper.mbarrier.wait"
+FAULTS = {
+    "no wait for keys": (f"{WAIT}(full_k.index(k_slot), (k_count // C.stages) & 1)", "pass"),
+    "no wait for free buffers": (f"{WAIT}(empty.index(slot), ((count // C.stages) & 1) ^ 1)", "pass"),
+    "values of the wrong buffer": ("buffer_v.index(v_slot), b_acc", "buffer_v.index(k_slot), b_acc"),
+    "scores before their product": (
+        "warpgroup_mma_wait(1, deps=(b_s,))",
+        "warpgroup_mma_wait(2, deps=(b_s,))",
+    ),
+    "released by one for all": (
+        "init(empty_k.index(i), count=C.consumers)",
+        "init(empty_k.index(i), count=1)",
+    ),
+    "never released": (f"{ARRIVE}(empty_v.index(v_slot), count=1)", "pass"),
+    "bytes forgotten": ("C.block_n * (DIM + SECOND) * BYTES", "C.block_n * DIM"),
+    "queries released early": (
+        f"{WAIT}(full_q.index(CONSUMER), parity)",
+        f"{WAIT}(full_q.index(CONSUMER), parity); {ARRIVE}(empty_q.index(CONSUMER), count=1)",
+    ),
+    "queries used early": (f"{WAIT}(full_q.index(CONSUMER), parity)", "pass"),
+    "cleared without a fence": (
+        f"    hopper.fence_async_shared()\n    {ARRIVE}(cleared",
+        f"    {ARRIVE}(cleared",
+    ),
+    "cleared without waiting": (f"    {WAIT}(cleared, phase)\n", ""),
+    "cleared before the copy": (f"            {WAIT}(full_v.index(slot), phase)\n", ""),
+    "nobody begins": (f"        {ARRIVE}(turn.index(0), count=1)\n", "        pass\n"),
+}
+
+
+@pytest.mark.parametrize(("right", "wrong"), list(FAULTS.values()), ids=list(FAULTS))
+def test_mistakes_are_found(right, wrong, tmp_path, monkeypatch):
+    """The kernel with one mistake, in some order that the interpreter tries."""
+    modules, changed = {}, 0
+    for module in (hopper_producer, hopper_consumer, hopper):
+        with open(module.__file__, encoding="utf-8") as file:
+            source = file.read()
+        changed += right in source
+        for name in modules:
+            source = source.replace(f"numa_attention.prefill.{name}", f"wrong_{name}")
+        name = module.__name__.rsplit(".", 1)[-1]
+        path = tmp_path / f"wrong_{name}.py"
+        path.write_text(source.replace(right, wrong))
+        specification = importlib.util.spec_from_file_location(f"wrong_{name}", path)
+        modules[name] = importlib.util.module_from_spec(specification)
+        monkeypatch.setitem(sys.modules, f"wrong_{name}", modules[name])
+        specification.loader.exec_module(modules[name])
+    assert changed == 1, "the kernel changed: change this test"
+    case = bf16_case([70, 40], [260, 40], q_heads=1, kv_heads=1)
+    with pytest.raises((Race, Deadlock, GluonFault)) as found:
+        for seed in range(8):
+            check(case, kernel=modules["hopper"].prefill_kernel, seed=seed, workgroups=1)
+    assert not isinstance(found.value, Refused)
+
+
+# ---- the launch ----
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_a_cache_is_a_matrix(layout, kv_heads):
+    case = bf16_case([1], [40], layout=layout, q_heads=kv_heads, kv_heads=kv_heads)
+    for pages in (case.k_pages, case.v_pages):
+        matrix = hopper_launch.matrix_of(pages.shape, pages.stride(), pages.itemsize)
+        rows = pages.as_strided((matrix.rows, matrix.columns), (matrix.row_stride, 1))
+        for page, head in itertools.product(range(pages.shape[0]), range(kv_heads)):
+            row = page * matrix.page_rows + head * matrix.head_rows
+            column = head * matrix.head_columns
+            found = rows[row : row + pages.shape[1], column : column + pages.shape[3]]
+            assert found.data_ptr() == pages[page, :, head].data_ptr()
+            assert found.shape == pages[page, :, head].shape
+
+
+@pytest.mark.parametrize(
+    ("stride", "why"),
+    [
+        ((1000, 24, 8, 1), "pages begin inside a row"),
+        ((16 * 36, 36, 8, 1), "rows begin at no multiple of 16 bytes"),
+        ((16 * 64, 64, 20, 1), "heads begin at no multiple of 16 bytes"),
+        ((16 * 24, 24, 16, 1), "heads overlap rows"),
+    ],
+)
+def test_caches_that_are_none(stride, why):
+    assert hopper_launch.matrix_of(torch.Size((4, 16, 3, 8)), stride, 2) is None
+
+
+def hopper_planner(case, window: int = -1):
+    variant = choose_prefill(shape_of(case, window), pretend("sm_90"), "triton", kernel="hopper-prefill")
+    return make_planner(case, window=window, kernels="triton", prefill_variant=variant)
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "scale", "reason"),
+    [
+        (-1, True, -0.1, "takes positive scales, not -0.1"),
+        (5, False, 0.1, "takes no window that is not causal"),
+    ],
+)
+def test_calls_for_the_portable_kernel(window, causal, scale, reason, caplog):
+    case = bf16_case([20], [30])
+    planner = hopper_planner(case, window)
+    hopper_launch._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            check_planned(
+                case, planner, num_decodes=0, causal=causal, scale=scale, handed_to="portable-prefill"
+            )
+    assert [record.message for record in caplog.records] == [
+        f"portable-prefill instead of hopper-prefill, which {reason}"
+    ]
+
+
+def test_caches_for_the_portable_kernel(caplog):
+    case = bf16_case([20], [30])
+    pages = torch.cat([case.k_pages, case.k_pages], 3)[..., 4:68]
+    case = dataclasses.replace(case, k_pages=pages, v_pages=pages)
+    with caplog.at_level(logging.WARNING):
+        check_planned(case, hopper_planner(case), num_decodes=0, handed_to="portable-prefill")
+    assert "begin at multiples of 16 bytes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "triton", "reason"),
+    [
+        ({}, (3, 6), None),
+        ({}, (3, 5), "needs Triton 3.6 or later, found 3.5"),
+        ({}, None, "found none"),
+        ({"head_dim": 80}, (3, 9), "not 80/128"),
+        (
+            {"kv_dtype": torch.float8_e4m3fn},
+            (3, 9),
+            "both in bfloat16, not torch.bfloat16 and torch.float8_e4m3fn",
+        ),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, (3, 9), "both in float16"),
+        ({"general": True}, (3, 9), "takes none of the options"),
+    ],
+)
+def test_layers_for_this_kernel(change, triton, reason):
+    shape = dataclasses.replace(LayerShape(8, 2, 128, 128, torch.bfloat16, torch.bfloat16, 16), **change)
+    found = hopper_variant.why_not(shape, triton)
+    assert found is None if reason is None else reason in found
+
+
+def test_only_who_asks_for_it_gets_it():
+    shape = LayerShape(8, 2, 128, 128, torch.bfloat16, torch.bfloat16, 16)
+    assert choose_prefill(shape, pretend("sm_90"), "triton").name == "portable-prefill"
+    variant = choose_prefill(shape, pretend("sm_90"), "triton", kernel="hopper-prefill")
+    assert variant.describe().startswith(f"variant hopper-prefill ({FORM}), tile 128 x 128, mapping ")
+    with pytest.raises(UnsupportedShape, match="runs on sm_90 with Triton, not on gfx942 with triton"):
+        choose_prefill(shape, pretend("gfx942"), "triton", kernel="hopper-prefill")
+    with pytest.raises(ValueError, match="the only one to ask for is hopper-prefill"):
+        choose_prefill(shape, pretend("sm_90"), "triton", kernel="hopper-decode")
+
+
+@pytest.mark.parametrize("dims", hopper_variant.TILES, ids=str)
+def test_tiles_fit_into_shared_memory_and_registers(dims):
+    shape = LayerShape(8, 2, *dims, torch.bfloat16, torch.bfloat16, 16)
+    tile = hopper_variant.TILES[dims]
+    assert hopper_variant.shared_bytes(shape, 2, tile.block_n, tile.stages) <= hopper_variant.SHARED_BYTES
+    for consumers, form in ((2, FORM), (2, f"{FORM} roomy"), (3, FORM)):
+        consumer, producer = hopper_variant.registers_of(consumers, form)
+        assert consumer % 8 == producer % 8 == 0 and 128 * (consumers * consumer + producer) <= 65536
+
+
+def test_tensor_maps_keep_no_memory():
+    address = hopper_launch.Address(1 << 20, torch.bfloat16)
+    box = ((64, 64), (64, 1), (16, 64))
+    first = hopper_launch._descriptor_of(address, *box)
+    assert hopper_launch._descriptor_of(hopper_launch.Address(1 << 20, torch.bfloat16), *box) is first
+    assert first.base.data_ptr() == 1 << 20

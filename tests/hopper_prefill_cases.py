@@ -1,0 +1,86 @@
+"""Small steps of every kind for the sm_90 prefill kernel, which run on a GPU and under the Gluon interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from numa_attention.prefill.hopper_variant import FORM, ROWS
+from numa_attention.schedule import Schedule
+from numa_attention.topology import detect, pretend
+from numa_attention.variants import choose_prefill
+from tests.kernel_step import check_planned, make_planner, shape_of
+from tests.support import LAYOUTS, PagedCase, make_paged_case
+
+
+def check_prefill(
+    case: PagedCase, form: str = FORM, *, device: str = "cpu", window: int = -1, consumers: int = 2,
+    block_n: int | None = None, stages: int | None = None, **options,
+) -> Schedule:  # fmt: skip
+    """Prefill all requests of a case with one form and compare with the reference; returns the schedule."""
+    topology = detect(device) if device == "cuda" else pretend("sm_90")
+    variant = choose_prefill(shape_of(case, window), topology, "triton", kernel="hopper-prefill")
+    variant = dataclasses.replace(
+        variant,
+        form=form,
+        block_m=consumers * ROWS,
+        block_n=block_n or variant.block_n,
+        num_stages=stages or variant.num_stages,
+    )
+    planner = make_planner(case, window=window, kernels="triton", topology=topology, prefill_variant=variant)
+    return check_planned(case, planner, num_decodes=0, **options)
+
+
+def bf16_case(*arguments, **options) -> PagedCase:
+    return make_paged_case(*arguments, dtype=torch.bfloat16, **options)
+
+
+def windowed_case(query_lens: list[int], seq_lens: list[int], window: int, **options) -> PagedCase:
+    """A case whose keys left of every window are NaN too."""
+    case = make_paged_case(query_lens, seq_lens, **{"dtype": torch.bfloat16, **options})
+    page_size = case.k_pages.shape[1]
+    for request, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        token = torch.arange(max(length - queries - window, 0))
+        for cache in (case.k_pages, case.v_pages):
+            cache[case.block_table[request].long().cpu()[token // page_size], token % page_size] = math.nan
+    return case
+
+
+def check_all(form: str, device: str, **tile: int) -> None:
+    """Head sizes, types, layouts, groups, pages, masks, empty requests; prints each kind as it is done."""
+    on = {"device": device}
+    random = torch.Generator().manual_seed(1)
+
+    def check(case: PagedCase, **options) -> None:
+        check_prefill(case, form, **on, **(tile | options))
+
+    for page_size in (16, 64, 128):
+        check(bf16_case([300, 1, 77], [300, 700, 400], q_heads=8, head_dim=128, page_size=page_size, **on))
+    print("head_dim 128", flush=True)
+    for head_dim, head_dim_v in ((64, 64), (192, 128), (256, 256)):
+        case = bf16_case([200, 33], [333, 33], head_dim=head_dim, head_dim_v=head_dim_v, page_size=64, **on)
+        block_n = {"block_n": 64} if head_dim == 256 else {}
+        check(case, stages=2, **block_n)
+        print(f"head_dim {head_dim}/{head_dim_v}", flush=True)
+    check(make_paged_case([150, 5], [200, 300], dtype=torch.float16, head_dim=128, **on))
+    for layout in LAYOUTS:
+        check(bf16_case([70, 3], [70, 130], layout=layout, head_dim=128, **on))
+    for page_size in (48, 528):
+        check(bf16_case([100], [700], page_size=page_size, head_dim=128, **on))
+    print("layouts and pages", flush=True)
+    for group in (1, 3, 5, 16, 64, 128):
+        check(bf16_case([130, 9], [1000, 63], q_heads=group, kv_heads=1, head_dim=128, **on))
+    print("groups", flush=True)
+    sinks, slopes = (torch.randn(6, generator=random).to(device) for _ in range(2))
+    case = bf16_case([70, 200], [70, 450], q_heads=6, kv_heads=2, head_dim=128, **on)
+    check(case, sinks=sinks, alibi_slopes=slopes.abs() * 0.1)
+    check(case, sinks=sinks, soft_cap=3.0)
+    for window in (0, 33, 300):
+        check(windowed_case([170, 1, 700], [400, 500, 700], window, head_dim=128, **on), window=window)
+    check(bf16_case([100], [700], head_dim=128, **on), causal=False)
+    print("masks", flush=True)
+    check(bf16_case([9, 5, 70, 0], [5, 0, 66, 0], head_dim=128, **on))
+    check(bf16_case([4000] * 3, [4000] * 3, q_heads=4, kv_heads=4, head_dim=128, page_size=64, **on))
+    print("empty requests, and more tiles than units", flush=True)
