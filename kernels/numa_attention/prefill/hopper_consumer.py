@@ -18,7 +18,7 @@ natural_lse = gluon.jit(scores.natural_lse.fn)
 normalise = gluon.jit(scores.normalise.fn)
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-PART = gl.constexpr(32)  # rows of values that a consumer clears at a time
+PART = gl.constexpr(32)  # rows that a consumer copies or clears at a time
 
 
 @gluon.constexpr_function
@@ -41,13 +41,15 @@ def load_queries(
 ):  # fmt: skip
     """Copy a consumer's rows of the packed tile, DIM columns from `first_column`, into shared memory."""
     COPY: gl.constexpr = copy_layout(DIM)
-    o_row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
     o_column = first_column + gl.arange(0, DIM, gl.SliceLayout(0, COPY))
-    o_query = o_row // C.group
-    o_token = (query_start + o_query).to(gl.int64)
-    o_head = kv_head * C.group + o_row % C.group
-    p_q = q + o_token[:, None] * token_stride + o_head[:, None] * head_stride + o_column[None, :]
-    shared.store(gl.load(p_q, mask=(o_query < query_len)[:, None], other=0.0))
+    for part in gl.static_range(ROWS // PART):
+        o_row = first_row + part * PART + gl.arange(0, PART, gl.SliceLayout(1, COPY))
+        o_query = o_row // C.group
+        o_token = (query_start + o_query).to(gl.int64)
+        o_head = kv_head * C.group + o_row % C.group
+        p_q = q + o_token[:, None] * token_stride + o_head[:, None] * head_stride + o_column[None, :]
+        b_q = gl.load(p_q, mask=(o_query < query_len)[:, None], other=0.0)
+        shared.slice(part * PART, PART, dim=0).store(b_q)
 
 
 @gluon.jit

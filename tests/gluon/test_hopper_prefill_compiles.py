@@ -1,0 +1,74 @@
+"""What the compiler makes of the sm_90 prefill kernel: registers, shared memory, and what is in its main loop."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from numa_attention.jit import SETTING
+from numa_attention.prefill.hopper_variant import SHARED_BYTES
+from tests.gluon.compile_hopper_prefill import LAYERS
+
+pytestmark = pytest.mark.slow
+THREADS = 384  # two consumers and the producer, each in a warpgroup
+# accesses to spilled registers, between loops and in the producer: once or twice a tile of the list
+SPILLS = 300
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, dict]:
+    """The reports of compile_hopper_prefill.py, by name."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", SETTING)
+    }
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    script = Path(__file__).with_name("compile_hopper_prefill.py")
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return {report["name"]: report for report in map(json.loads, done.stdout.splitlines())}
+
+
+def count(opcodes: dict[str, int], *prefixes: str) -> int:
+    return sum(n for opcode, n in opcodes.items() if opcode.startswith(prefixes))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_resources(reports, name):
+    resources, loop = reports[name]["resources"], reports[name]["loop"]
+    assert resources["shared"] <= SHARED_BYTES
+    assert resources["registers"] * THREADS <= 65536
+    assert not count(loop, "STL", "LDL"), "nothing spills in the main loop"
+    assert resources["spills"] <= SPILLS
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_copies_and_what_multiplies(reports, name):
+    opcodes, loop, layer = (*(reports[name][part] for part in ("opcodes", "loop")), LAYERS[name])
+    head_dim, head_dim_v = layer["head_dims"]
+    block_n = 64 if head_dim == 256 else 128
+    assert count(loop, "HGMMA") == head_dim // 16 + block_n // 16, "both products of one tile"
+    assert not count(opcodes, "HMMA", "LDGSTS"), "wgmma alone multiplies, and TMA alone copies"
+    assert not count(loop, "UTMALDG"), "copies are another warp's work"
+    assert count(opcodes, "UTMALDG.2D") >= 2, "keys and values come from their pages"
+    assert bool(count(opcodes, "UTMALDG.3D")) == (layer.get("group", 8) != 5), (
+        "queries by TMA, where they can"
+    )
+    assert count(opcodes, "USETMAXREG") >= 3
+    # row maxima and sums, the sum's shrinking, no instruction that moves values between threads but those
+    assert count(loop, "SHFL") == 8 and not count(loop, "STS", "LDS")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_softmax_runs_under_the_product_with_values(reports, name):
+    order = reports[name]["order"]
+    products = [place for place, opcode in enumerate(order) if opcode.startswith("HGMMA")]
+    exponentials = [place for place, opcode in enumerate(order) if opcode == "MUFU.EX2"]
+    waits = [place for place, opcode in enumerate(order) if opcode.startswith("WARPGROUP.DEPBAR")]
+    assert len(waits) == 2
+    assert products[-1] < waits[0] < exponentials[0], "all products are on their way before the first wait"
+    assert exponentials[-1] < waits[1], "the product with values is waited for after the exponentials"
