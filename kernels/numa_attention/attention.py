@@ -18,6 +18,7 @@ GENERAL = frozenset(
         "portable-prefill",
         "cdna5-decode",
         "cdna5-cluster-decode",
+        "cdna5-prefill",
         "torch-decode",
         "torch-prefill",
     }
@@ -234,6 +235,8 @@ def kernel_of(name: str):
             from numa_attention.decode.cdna5 import decode as function
         elif name == "cdna5-cluster-decode":
             from numa_attention.decode.cdna5_cluster import decode as function
+        elif name == "cdna5-prefill":
+            from numa_attention.prefill.cdna5 import prefill as function
         elif name == "torch-decode":
             from numa_attention.torch_walk import decode as function
         elif name == "torch-prefill":

@@ -216,10 +216,11 @@ def choose_prefill(
     which the dispatcher does not choose by itself before it has been measured there. Raises UnsupportedShape where it
     does not take the layer, ValueError for another name.
     """
-    form = ""
     own = kernels != "triton" or mapping is not None
     if not own and aiter_adapter.chosen("prefill", shape, topology, aiter, features):
         return Variant(aiter_adapter.PREFILL, "prefill", 128, 128, 4, 1, 0, "block-first", 1)
+    obstacle = _cdna5_obstacle(shape, topology, kernels)
+    form = ""
     if kernel is not None:
         _check_hopper(
             shape, topology, kernels, kernel, hopper_prefill_variant.NAME, hopper_prefill_variant.why_not
@@ -228,6 +229,10 @@ def choose_prefill(
         name, form = kernel, hopper_prefill_variant.FORM
         # four warps of each consumer of 64 rows, and those of the producer
         tile = Tile(MAX_HEAD_DIM, 2 * hopper_prefill_variant.ROWS, hopper.block_n, 12, hopper.stages)
+    elif obstacle is None:
+        name = "cdna5-prefill"
+        rows, block_n, warps = cdna5_variant.prefill_tile_of(shape)
+        tile = Tile(MAX_HEAD_DIM, rows, block_n, warps, 3)
     else:
         name = "portable-prefill" if kernels == "triton" else "torch-prefill"
         tile = _tile(PREFILL_TILES, shape, topology)
@@ -245,6 +250,7 @@ def choose_prefill(
         or dispatch.prefill_mapping(machine_of(topology), shape.q_heads, shape.kv_heads, shape.head_dim),
         topology.dispatch_domains,
         form,
+        f"cdna5-prefill {obstacle}" if obstacle else "",
     )
 
 
@@ -317,7 +323,7 @@ def choose_decode(
 
 
 def _cdna5_obstacle(shape: LayerShape, topology: Topology, kernels: str) -> str | None:
-    """Why the gfx1250 decode kernel does not run a layer: None if it does, "" on devices that it is not for."""
+    """Why the kernels for gfx1250 do not run a layer: None if they do, "" on devices that they are not for."""
     if topology.generation != "gfx1250" or kernels != "triton":
         return ""
     return cdna5_variant.why_not(shape, triton_release())

@@ -11,6 +11,7 @@ import torch
 
 from numa_attention.decode import cdna5
 from numa_attention.portable_launch import LayerLauncher
+from numa_attention.prefill import cdna5 as prefill_cdna5
 from numa_attention.schedule import Planner, Schedule
 from numa_attention.testing import interpret
 from numa_attention.topology import Topology, pretend
@@ -98,3 +99,38 @@ def splits_of(schedule: Schedule) -> torch.Tensor:
 
 def bf16_case(*arguments, **options) -> PagedCase:
     return make_paged_case(*arguments, dtype=torch.bfloat16, **options)
+
+
+def prefill_planner(
+    case: PagedCase,
+    *,
+    domains: int = 1,
+    window: int = -1,
+    general: bool = False,
+    block_m: int = 32,
+    block_n: int | None = None,
+) -> Planner:
+    """A planner whose prefill is that of gfx1250, in small tiles."""
+    planner = make_planner(
+        case, window=window, general=general, kernels="triton", topology=small_mi450(domains, domains)
+    )
+    variant = planner.prefill_variant
+    assert variant.name == "cdna5-prefill", variant.describe()
+    block_n = block_n or (64 if case.k_pages.dtype.itemsize == 1 else 32)
+    planner.prefill_variant = dataclasses.replace(
+        variant, block_m=block_m, block_n=block_n, num_warps=min(block_m // 16, 2)
+    )
+    tiles = case.k_pages.shape[2] * (len(case.q) * planner.shape.group // block_m + len(case.seq_lens))
+    planner._tiles = torch.empty(tiles, 4, dtype=torch.int32)
+    return planner
+
+
+def check_prefill(case: PagedCase, *, seed: int = 0, debug: bool = False, **options) -> Schedule:
+    """Prefill all requests of a case and compare with the reference; returns the schedule."""
+    names = ("domains", "window", "general", "block_m", "block_n")
+    planner = prefill_planner(case, **{name: options.pop(name) for name in names if name in options})
+    options["mark"] = mark_of(case)
+    with interpreted(prefill_cdna5._launch, prefill_cdna5.prefill_kernel, seed=seed, debug=debug) as stand_in:
+        schedule = check_planned(case, planner, num_decodes=0, **options)
+    assert stand_in.launches == 1
+    return schedule

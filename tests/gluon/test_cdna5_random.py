@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from numa_attention.decode import cdna5_variant
-from tests.gluon.cdna5_step import check_decode
+from tests.gluon.cdna5_step import check_decode, check_prefill
 from tests.support import LAYOUTS, PagedCase, make_paged_case
 
 SEED = int(os.environ.get("NUMA_TEST_SEED", "0"))
@@ -64,9 +64,25 @@ def draw_decode(generator: random.Random) -> None:
     )
 
 
+def draw_prefill(generator: random.Random) -> None:
+    query_lens = [
+        generator.choice((1, 7, 20, generator.randint(1, 60))) for _ in range(generator.randint(1, 2))
+    ]
+    case, options = draw_case(generator, query_lens, longest=70)
+    check_prefill(
+        case,
+        block_m=generator.choice((16, 32, 64)),
+        domains=generator.choice((1, 2, 3)),
+        window=generator.choice((-1, -1, 0, 20)),
+        seed=generator.randrange(1 << 30),
+        **options,
+    )
+
+
 @pytest.mark.parametrize("part", range(5))
-def test_decode(part):
+@pytest.mark.parametrize("draw", [draw_decode, draw_prefill], ids=["decode", "prefill"])
+def test_random_steps(draw, part):
     print(f"NUMA_TEST_SEED={SEED}")
     generator = random.Random(SEED * 1000 + part)
     for _ in range(-(-CASES // 5)):
-        draw_decode(generator)
+        draw(generator)

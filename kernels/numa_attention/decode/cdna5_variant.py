@@ -16,6 +16,8 @@ TILE_BYTES = (
 MAX_BLOCK_N = 128
 # TDM requests under way at a time: the compiler waits before it lets another one begin
 MAX_REQUESTS = 11
+PREFILL_WARPS = 4  # one a SIMD
+PREFILL_ROWS = {64: (256, 64), 128: (256, 64), 256: (128, 32)}  # head size -> rows and KV tokens of a tile
 MAX_CLUSTER = 16
 LEAST_FILL = 0.75  # of the workgroups that a device holds
 REQUESTS_AHEAD = 5  # tiles of keys or values that the four-stage form has under way
@@ -67,6 +69,13 @@ def tile_of(shape: LayerShape) -> Cdna5Tile:
     runs_ahead = REQUESTS_AHEAD * copies_of(shape.page_size, block_n) <= MAX_REQUESTS
     # where requests are too small for two tiles ahead, a third buffer would only cost LDS
     return Cdna5Tile(block_n, "four-stage" if runs_ahead else "two-stage")
+
+
+def prefill_tile_of(shape: LayerShape) -> tuple[int, int, int]:
+    """Rows, KV tokens and warps of a prefill tile for a layer that the kernel takes."""
+    block_d = _power_of_2(max(shape.head_dim, shape.head_dim_v))
+    rows, tokens = PREFILL_ROWS[max(block_d, 64)]
+    return rows, max(tokens, 64) if shape.kv_dtype.itemsize == 1 else tokens, PREFILL_WARPS
 
 
 def cluster_of(shape: LayerShape, units: int, workgroups: int) -> tuple[int, int] | None:
