@@ -30,6 +30,16 @@ def decode_layers() -> dict[str, tuple[dict, dict]]:
     return layers
 
 
-for name, (layer, tile) in {"decode": decode_layers}[sys.argv[1]]().items():
+def prefill_layers() -> dict[str, tuple[dict, dict]]:
+    return {
+        "bf16": (dict(page_size=64), {}),
+        "bf16 head_dim 256": (dict(page_size=64, head_dims=(256, 256)), {}),
+        "fp8": (dict(page_size=64, float8=E4M3), {}),
+        "everything": (dict(page_size=64, **EVERYTHING), {}),
+    }
+
+
+LAYERS = {"decode": decode_layers, "prefill": prefill_layers}
+for name, (layer, tile) in LAYERS[sys.argv[1]]().items():
     for report in reports("gfx1250", [(make_call("gfx1250", **layer), sys.argv[1])], **tile):
         print(json.dumps({"name": name, **asdict(report), "faults": report.faults()}), flush=True)

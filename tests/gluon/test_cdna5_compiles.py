@@ -80,3 +80,11 @@ def test_decode(decode):
     assert decode["fp8 four-stage"]["main_loop"]["wmma"] == decode["bf16 four-stage"]["main_loop"]["wmma"]
     lds = [decode[f"bf16 {form}"]["resources"]["shared"] for form in ("single", "two-stage", "four-stage")]
     assert lds[1] == pytest.approx(2 * lds[0], rel=0.05) and lds[2] == pytest.approx(3 * lds[0], rel=0.05)
+
+
+def test_prefill(tmp_path):
+    for name, report in compiled("prefill", tmp_path).items():
+        assert report["kernel"] == "prefill_kernel"
+        check_resources(name, report)
+        check_loop(name, report)
+        assert "atomic" not in report["whole"], name

@@ -17,7 +17,8 @@ MAX_BLOCK_N = 128
 # TDM requests under way at a time: the compiler waits before it lets another one begin
 MAX_REQUESTS = 11
 PREFILL_WARPS = 4  # one a SIMD
-PREFILL_ROWS = {64: (256, 64), 128: (256, 64), 256: (128, 32)}  # head size -> rows and KV tokens of a tile
+# head size -> rows and KV tokens of a tile: with any options, no registers spill
+PREFILL_ROWS = {64: (128, 64), 128: (128, 64), 256: (64, 32)}
 MAX_CLUSTER = 16
 LEAST_FILL = 0.75  # of the workgroups that a device holds
 REQUESTS_AHEAD = 5  # tiles of keys or values that the four-stage form has under way

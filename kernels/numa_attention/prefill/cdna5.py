@@ -5,9 +5,9 @@ order places the tiles that read the same keys on one domain, to which the hardw
 takes the way that `decode/cdna5.py` describes, with float8 products for float8 caches.
 
 Three buffers, and copies two tiles ahead. The softmax is cut in two: while one tile's scores are multiplied, the tile
-before it is exponentiated; while its values are multiplied, the next one's maximum is found. A warp has WARP_ROWS rows
-of its own, since all warps read all keys and values out of LDS: the more rows, the fewer bytes an instruction. Tiles
-that every row sees whole skip the mask.
+before it is exponentiated; while its values are multiplied, the next one's maximum is found. All warps read all keys
+and values out of LDS: the more rows a warp has, the fewer bytes an instruction, as far as registers last. Tiles that
+every row sees whole skip the mask.
 """
 
 from __future__ import annotations
