@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from numa_attention.topology import pretend
 from tests.kernel_step import check, kernels, make_planner, run, step_of
 from tests.support import make_paged_case
 
@@ -126,3 +128,21 @@ def test_scales_and_types_that_do_not_fit_are_refused(kernels, sentence, device)
         call[name] = call[name].to(value) if isinstance(value, torch.dtype) else one
     with pytest.raises(ValueError, match=sentence):
         attend(k_pages=case.k_pages, v_pages=case.v_pages, schedule=schedule, **call)
+
+
+@pytest.mark.parametrize("generation", ["sm_90", "gfx950"])
+def test_products_in_float16_and_in_bfloat16(generation, device):
+    """Which of the two runs is a question of the device: both are right, for queries of any size."""
+    if device.type == "cuda":
+        pytest.skip("a GPU runs its own kind of products in the other tests")
+    topology = dataclasses.replace(pretend(generation), compute_units=8)
+    case = make_paged_case(
+        QUERY_LENS, SEQ_LENS, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, head_dim=64
+    )
+    case.q *= torch.tensor([1e-6, 1.0, 1e6, 1e4])[:, None]
+    schedule = check(
+        case, kernels="triton", num_decodes=2, planner_options={"topology": topology}, scale=1e-6,
+        k_scale=scale(0.7, device), v_scale=scale(1.6, device),
+    )  # fmt: skip
+    for plan in (schedule.decode, schedule.prefill):
+        assert plan.variant.in_float16 == (generation == "sm_90")

@@ -34,6 +34,25 @@ def alibi_distance(b_distance, HAS_ALIBI: tl.constexpr):
 
 
 @kernel
+def power_of_two_below(b_x):
+    """The largest power of two that is at most b_x > 0, element by element; 1 for 0 and for numbers below 2^-100."""
+    b_power = (b_x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(b_x > 7.9e-31, b_power, 1.0)
+
+
+@kernel
+def query_in_float16(b_q):
+    """A bfloat16 query [M, D] for products with a float8 cache: float16, and the factors [M] its scores lack.
+
+    float16 holds every float8 number, and on NVIDIA float8 becomes float16 in one instruction, bfloat16 in many. Each
+    row is scaled into the range by a power of two, which rounds nothing but what is 2^-24 of the row's largest number.
+    """
+    b_q = b_q.to(tl.float32)
+    b_factor = power_of_two_below(tl.max(tl.abs(b_q), 1))
+    return (b_q / b_factor[:, None]).to(tl.float16), b_factor
+
+
+@kernel
 def score_tile(
     b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr
 ):

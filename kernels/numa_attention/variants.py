@@ -13,7 +13,7 @@ from numa_attention.jit import interpreting, triton_release
 from numa_attention.machine import dispatch
 from numa_attention.machine.machines import Machine, like
 from numa_attention.prefill import hopper_variant as hopper_prefill_variant
-from numa_attention.shapes import MAX_HEAD_DIM, LayerShape, UnsupportedShape
+from numa_attention.shapes import FLOAT8, MAX_HEAD_DIM, LayerShape, UnsupportedShape
 from numa_attention.topology import Topology, pretend
 
 MIN_DOT_ROWS = 16  # the fewest rows a matrix instruction of any generation takes
@@ -29,6 +29,7 @@ class Variant:
     instead_of: the generation's own kernel that cannot run the layer, and why. cluster: workgroups that share a unit
     and meet at a barrier, of which `workgroups` is a multiple. row_blocks: of a KV head, where the kernel has to know.
     placement: "dispatch" trusts the hardware to deal workgroups to domains in turn, "hardware" asks where one runs.
+    in_float16: whether bfloat16 queries and a float8 cache are multiplied in float16.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Variant:
     cluster: int = 1
     row_blocks: int = 1
     placement: str = "dispatch"
+    in_float16: bool = False
 
     @property
     def queues(self) -> int:
@@ -251,6 +253,7 @@ def choose_prefill(
         topology.dispatch_domains,
         form,
         f"cdna5-prefill {obstacle}" if obstacle else "",
+        in_float16=_in_float16(shape, topology),
     )
 
 
@@ -319,7 +322,13 @@ def choose_decode(
         domains,
         form,
         f"cdna5-decode {obstacle}" if obstacle else "",
+        in_float16=_in_float16(shape, topology),
     )
+
+
+def _in_float16(shape: LayerShape, topology: Topology) -> bool:
+    """Where float8 becomes float16 in fewer instructions than bfloat16; not so on AMD."""
+    return shape.kv_dtype in FLOAT8 and shape.dtype == torch.bfloat16 and family(topology) != "amd"
 
 
 def _cdna5_obstacle(shape: LayerShape, topology: Topology, kernels: str) -> str | None:

@@ -12,6 +12,7 @@ from numa_attention.scores import safe_max, score_tile
 @kernel
 def walk(
     b_q,  # [M, D]
+    b_factor,  # [M], of the scores with IN_FLOAT16
     b_m,  # [M]
     b_l,  # [M]
     b_acc,  # [M, DV]
@@ -41,6 +42,7 @@ def walk(
     HAS_FIRST: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    IN_FLOAT16: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Fold KV tiles [tile_begin, tile_end) into the softmax state (m, l, acc) of one query tile.
@@ -66,6 +68,8 @@ def walk(
         else:
             b_k = tl.load(p_k + o_k[:, None])
         b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
+        if IN_FLOAT16:
+            b_s = b_s * b_factor[:, None]
         b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP, HAS_ALIBI)
         if MASKED:
             m_seen = o_key[None, :] <= b_last[:, None]

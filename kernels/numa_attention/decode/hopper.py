@@ -31,13 +31,7 @@ safe_max = gluon.jit(scores.safe_max.fn)
 add_sink = gluon.jit(scores.add_sink.fn)
 natural_lse = gluon.jit(scores.natural_lse.fn)
 normalise = gluon.jit(scores.normalise.fn)
-
-
-@gluon.jit
-def power_of_two_below(b_x):
-    """The largest power of two that is at most b_x > 0, element by element; 1 for 0 and for numbers below 2^-100."""
-    b_power = (b_x.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-    return gl.where(b_x > 7.9e-31, b_power, 1.0)
+power_of_two_below = gluon.jit(scores.power_of_two_below.fn)
 
 
 @gluon.jit

@@ -14,7 +14,15 @@ import triton.language as tl
 from numa_attention.jit import kernel
 from numa_attention.placement_device import take
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
-from numa_attention.scores import add_sink, natural_lse, normalise, quantise, safe_max, sight
+from numa_attention.scores import (
+    add_sink,
+    natural_lse,
+    normalise,
+    quantise,
+    query_in_float16,
+    safe_max,
+    sight,
+)
 from numa_attention.shapes import LayerShape
 from numa_attention.variants import Variant, next_power_of_2
 from numa_attention.walk import walk
@@ -221,6 +229,7 @@ def decode_kernel(
     PARTS: tl.constexpr,
     IN_FLIGHT: tl.constexpr,
     QUEUES: tl.constexpr,
+    IN_FLOAT16: tl.constexpr,
 ):
     # consecutive ranges belong to one domain, to which the hardware deals every DOMAINS-th workgroup
     workgroups = tl.num_programs(0)
@@ -269,8 +278,11 @@ def decode_kernel(
             mask=m_q,
             other=0.0,
         )
+        b_factor = tl.full([BLOCK_M], 1.0, tl.float32)
         if HAS_Q_SCALE:
             b_q = b_q.to(tl.float16)  # which holds every number of the float8 types
+        elif IN_FLOAT16:
+            b_q, b_factor = query_in_float16(b_q)
         if HAS_ALIBI:
             b_slope = tl.load(alibi_slopes + o_head, mask=m_row, other=0.0)
         else:
@@ -304,22 +316,28 @@ def decode_kernel(
         interior_begin = tl.minimum(tl.maximum(interior_begin, tile_begin), interior_end)
         if WINDOW >= 0:
             b_m, b_l, b_acc = walk(
-                b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+                b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
+                key_high,
                 tile_begin, interior_begin, qk_scale, soft_cap,
                 k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, True,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
+                IN_FLOAT16, True,
             )  # fmt: skip
         b_m, b_l, b_acc = walk(
-            b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+            b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
+            key_high,
             interior_begin, interior_end, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, False,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
+            IN_FLOAT16, False,
         )  # fmt: skip
         b_m, b_l, b_acc = walk(
-            b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+            b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
+            key_high,
             interior_end, tile_end, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, True,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
+            IN_FLOAT16, True,
         )  # fmt: skip
 
         whole = splits == 1
@@ -399,6 +417,7 @@ def constants(shape: LayerShape, variant: Variant) -> dict[str, int]:
         PARTS=max(FAN_IN, next_power_of_2(-(-variant.workgroups // FAN_IN))),
         IN_FLIGHT=4 if accumulator <= 32 * variant.num_warps * MERGE_REGISTERS else 1,
         QUEUES=variant.queues,
+        IN_FLOAT16=variant.in_float16,
     )
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from numa_attention.jit import kernel
 from numa_attention.placement_device import take
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher
-from numa_attention.scores import add_sink, natural_lse, normalise, quantise, sight
+from numa_attention.scores import add_sink, natural_lse, normalise, quantise, query_in_float16, sight
 from numa_attention.shapes import LayerShape
 from numa_attention.variants import Variant
 from numa_attention.walk import walk
@@ -81,6 +81,7 @@ def prefill_kernel(
     HAS_OUT_SCALE: tl.constexpr,
     OUT_LARGEST: tl.constexpr,
     QUEUES: tl.constexpr,
+    IN_FLOAT16: tl.constexpr,
 ):
     row = tl.program_id(0)
     if QUEUES > 0:
@@ -124,8 +125,11 @@ def prefill_kernel(
             mask=m_row[:, None] & (o_d < HEAD_DIM)[None, :],
             other=0.0,
         )
+        b_factor = tl.full([BLOCK_M], 1.0, tl.float32)
         if HAS_Q_SCALE:
             b_q = b_q.to(tl.float16)  # which holds every number of the float8 types
+        elif IN_FLOAT16:
+            b_q, b_factor = query_in_float16(b_q)
         if HAS_ALIBI:
             b_slope = tl.load(alibi_slopes + o_head, mask=m_row, other=0.0)
         else:
@@ -159,24 +163,30 @@ def prefill_kernel(
         p_v = v_pages + kv_head * v_head_stride + o_dv[None, :]
         if WINDOW >= 0:
             b_m, b_l, b_acc = walk(
-                b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+                b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
+                key_high,
                 tile_low, tile_interior, qk_scale, soft_cap,
                 k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, True,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
+                IN_FLOAT16, True,
             )  # fmt: skip
             # rows that have seen no key yet meet the interior with m = -inf; there every real row sees every key
             tile_low = tile_interior
         b_m, b_l, b_acc = walk(
-            b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+            b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
+            key_high,
             tile_low, tile_diagonal, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, False,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
+            IN_FLOAT16, False,
         )  # fmt: skip
         b_m, b_l, b_acc = walk(
-            b_q, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low, key_high,
+            b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
+            key_high,
             tile_diagonal, tile_high, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI, True,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
+            IN_FLOAT16, True,
         )  # fmt: skip
         # which rows these are is read and computed again: kept, it would take registers during the walk
         o_row = tl.load(p_tile + 2, volatile=True) * BLOCK_M + o_m
@@ -201,7 +211,7 @@ def prefill_kernel(
 
 def constants(shape: LayerShape, variant: Variant) -> dict[str, int]:
     """The compile-time constants that this kernel declares after those of every kernel."""
-    return dict(QUEUES=variant.queues)
+    return dict(QUEUES=variant.queues, IN_FLOAT16=variant.in_float16)
 
 
 _launch = LayerLauncher(prefill_kernel, constants)
