@@ -9,6 +9,7 @@ import torch
 from numa_attention.schedule import StepBatch
 from numa_attention.shapes import LayerShape
 
+MAX_DECODE_QUERY = 8  # a case with more new tokens a request is a prefill
 ROTATION_BYTES = 256 << 20  # more than four times the largest L2 among the GPUs this is run on
 
 
@@ -53,7 +54,11 @@ class Case:
     @property
     def flops(self) -> float:
         """Floating-point operations of one causal call: 4 x head_dim x visible (query, key) pairs x query heads."""
-        pairs = self.query_len * (self.length - self.query_len) + self.query_len * (self.query_len + 1) / 2
+        sight = self.length if self.window < 0 else min(self.window + 1, self.length)
+        growing = max(0, sight - (self.length - self.query_len))  # queries that see everything before them
+        growing = min(growing, self.query_len)
+        first = self.length - self.query_len + 1
+        pairs = growing * (2 * first + growing - 1) / 2 + (self.query_len - growing) * sight
         return 4.0 * self.head_dim * pairs * self.q_heads * self.batch
 
 
@@ -96,7 +101,7 @@ def make_tensors(case: Case, seed: int = 0, device: torch.device | str = "cuda")
     """Random tensors of one case; pages lie in random order. On a CPU one copy, as no cache is to be left cold."""
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
-    rotate = case.query_len <= 8 and device.type != "cpu"
+    rotate = case.query_len <= MAX_DECODE_QUERY and device.type != "cpu"
     copies = max(1, -(-ROTATION_BYTES // case.kv_bytes)) if rotate else 1
     pages = -(-case.length // case.page_size)
     total = case.batch * pages
@@ -107,7 +112,7 @@ def make_tensors(case: Case, seed: int = 0, device: torch.device | str = "cuda")
 
     order = torch.randperm(total, generator=generator, device=device, dtype=torch.int32)
     starts = torch.arange(case.batch + 1, dtype=torch.int32) * case.query_len
-    decoding = case.query_len <= 8
+    decoding = case.query_len <= MAX_DECODE_QUERY
     step = StepBatch(
         query_start_loc=starts.to(device),
         query_start_loc_cpu=starts,

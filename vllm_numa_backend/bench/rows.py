@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from numa_attention import attention
-from vllm_numa_backend.bench.cases import Case, make_tensors
+from numa_attention.topology import detect
+from numa_attention.variants import Variant, choose_decode, choose_prefill
+from vllm_numa_backend.bench.cases import MAX_DECODE_QUERY, Case, make_tensors
 from vllm_numa_backend.bench.contestants import flash_attention_3, is_fp8, ours, triton_attn
 from vllm_numa_backend.bench.timing import time_calls
 
@@ -32,18 +34,38 @@ class Row:
 
     def rate(self, seconds: float) -> float:
         """TB/s of KV read for decode, TFLOP/s for prefill."""
-        return (self.case.kv_bytes if self.case.query_len <= 8 else self.case.flops) / seconds / 1e12
+        return (
+            (self.case.kv_bytes if self.case.query_len <= MAX_DECODE_QUERY else self.case.flops)
+            / seconds
+            / 1e12
+        )
 
 
-def measure(case: Case, with_triton: bool = True) -> Row:
-    """Time one case. Raises WrongResult when our output and FlashAttention-3's differ or another kernel ran."""
+def asked_for(case: Case, kernel: str | None) -> dict[str, Variant]:
+    """The planner's options that make it take one kernel. Raises ValueError where that cannot run the case."""
+    if kernel is None:
+        return {}
+    topology = detect("cuda")
+    if case.query_len <= MAX_DECODE_QUERY:
+        return {
+            "decode_variant": choose_decode(case.shape, topology, "triton", case.query_len, kernel=kernel)
+        }
+    return {"prefill_variant": choose_prefill(case.shape, topology, "triton", kernel=kernel)}
+
+
+def measure(case: Case, with_triton: bool = True, kernel: str | None = None) -> Row:
+    """Time one case, with one kernel instead of the dispatcher's choice.
+
+    Raises WrongResult when our output and FlashAttention-3's differ or another kernel ran, ValueError where the kernel
+    asked for cannot run the case.
+    """
     tensors = make_tensors(case)
     copies = len(tensors.kv)
     peer = flash_attention_3(tensors)
     tensors.out.fill_(math.nan)
     peer(0)
     expected = tensors.out.float()
-    call, schedule = ours(tensors)
+    call, schedule = ours(tensors, **asked_for(case, kernel))
     variant = (schedule.decode or schedule.prefill).variant.name
     tensors.out.fill_(math.nan)
     attention.ran.clear()

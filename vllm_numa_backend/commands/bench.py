@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from . import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from vllm_numa_backend.bench.cases import Case
     from vllm_numa_backend.bench.rows import Row
 
 KV_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
@@ -26,6 +28,10 @@ bench = typer.Typer(help="Time our kernels beside vLLM's own, in one run.", no_a
 
 KvDtype = Annotated[str, typer.Option(metavar="|".join(KV_DTYPES), help="How the cache is held.")]
 Rows = Annotated[str | None, typer.Option(metavar="0,2,...", help="Only these rows of the table.")]
+Window = Annotated[
+    int | None,
+    typer.Option(min=1, help="Sliding window in tokens, the query's own one included; none by default."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -33,17 +39,29 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 def decode(
     kv_dtype: KvDtype = "bf16",
     query_len: Annotated[int, typer.Option(min=1, max=8, help="New tokens a request.")] = 1,
+    window: Window = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="hopper-decode: that kernel instead of the dispatcher's choice.")
+    ] = None,
     rows: Rows = None,
     as_json: AsJson = False,
 ) -> None:
     """Decode over a paged cache in random page order: time, TB/s of KV read, ratios."""
-    run("decode", kv_dtype, query_len, rows, as_json)
+    run("decode", kv_dtype, query_len, window, kernel, rows, as_json)
 
 
 @bench.command()
-def prefill(kv_dtype: KvDtype = "bf16", rows: Rows = None, as_json: AsJson = False) -> None:
+def prefill(
+    kv_dtype: KvDtype = "bf16",
+    window: Window = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="hopper-prefill: that kernel instead of the dispatcher's choice.")
+    ] = None,
+    rows: Rows = None,
+    as_json: AsJson = False,
+) -> None:
     """Causal prefill of whole prompts over a paged cache: time, TFLOP/s, ratios."""
-    run("prefill", kv_dtype, 1, rows, as_json)
+    run("prefill", kv_dtype, 1, window, kernel, rows, as_json)
 
 
 @bench.command()
@@ -92,7 +110,15 @@ def report(
         raise typer.Exit(1)
 
 
-def run(phase: str, kv_dtype: str, query_len: int, rows: str | None, as_json: bool) -> None:
+def run(
+    phase: str,
+    kv_dtype: str,
+    query_len: int,
+    window: int | None,
+    kernel: str | None,
+    rows: str | None,
+    as_json: bool,
+) -> None:
     """Measure the rows asked for and print them."""
     if kv_dtype not in KV_DTYPES:
         raise UserError(f"--kv-dtype {kv_dtype!r} is unknown: choose one of {', '.join(KV_DTYPES)}.")
@@ -100,17 +126,18 @@ def run(phase: str, kv_dtype: str, query_len: int, rows: str | None, as_json: bo
     import torch
 
     from vllm_numa_backend.bench.cases import decode_cases, prefill_cases
-    from vllm_numa_backend.bench.rows import measure
 
     dtype = getattr(torch, KV_DTYPES[kv_dtype])
     cases = decode_cases(dtype, query_len) if phase == "decode" else prefill_cases(dtype)
+    if window is not None:
+        cases = [replace(case, window=window - 1) for case in cases]
     numbers = wanted_rows(rows, len(cases))
     console = Console(stderr=True)
     measured: dict[int, Row] = {}
     for number in numbers:
         with console.status(f"{phase} {cases[number].name} ({number})"):
-            measured[number] = measure(cases[number])
-    disturbed = disturbed_rows(phase, kv_dtype, query_len, measured)
+            measured[number] = measure_or_say_why_not(cases[number], kernel)
+    disturbed = [] if window else disturbed_rows(phase, kv_dtype, query_len, measured)
     if as_json:
         typer.echo(json.dumps(as_records(measured, disturbed), indent=2))
     else:
@@ -120,6 +147,16 @@ def run(phase: str, kv_dtype: str, query_len: int, rows: str | None, as_json: bo
             f"FlashAttention-3 was slower than it is on an undisturbed H200 in row {', '.join(map(str, disturbed))}: "
             "these figures are void, run again."
         )
+
+
+def measure_or_say_why_not(case: Case, kernel: str | None) -> Row:
+    """`rows.measure`; raises UserError for a kernel that is unknown or does not take the case."""
+    from vllm_numa_backend.bench.rows import measure
+
+    try:
+        return measure(case, kernel=kernel)
+    except ValueError as error:
+        raise UserError(f"row {case.name}: {error}") from None
 
 
 def require_gpu_and_vllm() -> None:
