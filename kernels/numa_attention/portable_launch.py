@@ -143,6 +143,8 @@ class LayerLauncher:
                 out_largest=torch.finfo(out.dtype).max if out.dtype in FLOAT8 else 0.0,
             )
             options = dict(num_warps=variant.num_warps, num_stages=variant.num_stages)
+            if variant.matrix_rows:
+                options |= {"matrix_instr_nonkdim": variant.matrix_rows, "kpack": variant.kpack}
             if variant.cluster > 1:
                 options["num_ctas"] = variant.cluster
             compile_time = {**shared, **self._own_constants(shape, variant)}, options

@@ -28,6 +28,7 @@ class Variant:
     workgroup takes which tile. form: how a kernel that has several overlaps copies, products and the softmax.
     instead_of: the generation's own kernel that cannot run the layer, and why. cluster: workgroups that share a unit
     and meet at a barrier, of which `workgroups` is a multiple. row_blocks: of a KV head, where the kernel has to know.
+    matrix_rows, kpack: rows of AMD's matrix instructions, 0 for the compiler's choice; products that one read feeds.
     placement: "dispatch" trusts the hardware to deal workgroups to domains in turn, "hardware" asks where one runs.
     in_float16: whether bfloat16 queries and a float8 cache are multiplied in float16.
     """
@@ -47,6 +48,8 @@ class Variant:
     row_blocks: int = 1
     placement: str = "dispatch"
     in_float16: bool = False
+    matrix_rows: int = 0
+    kpack: int = 1
 
     @property
     def queues(self) -> int:
@@ -162,6 +165,29 @@ def _tile(
     raise ValueError(f"no variant for head_dim {head_dim}: the largest is 256")
 
 
+MFMA_GENERATIONS = ("gfx942", "gfx950")
+
+
+def with_matrix_shape(variant: Variant, shape: LayerShape, topology: Topology) -> Variant:
+    """The variant with the matrix instructions of MI300X and MI355X that its tile wants; others as they are.
+
+    A warp with 16 rows of the tile gets instructions of 16: with 32 x 32, which the compiler takes, half the warps
+    repeat the others' products, and probabilities go through the LDS one by one. Compiled for gfx942, head_dim 128,
+    prefill then has 368 instructions a tile instead of 560, decode of 64 rows runs two waves a SIMD instead of one.
+    Reads that feed two products (`kpack`) save another ten on gfx942. Prefill of a float8 cache there is left alone:
+    it would spill.
+    """
+    if topology.generation not in MFMA_GENERATIONS or not variant.name.startswith("portable-"):
+        return variant
+    converts = shape.kv_dtype != shape.dtype
+    if shape.dtype.itemsize != 2 or variant.block_m // variant.num_warps >= 32:
+        return variant
+    on_gfx942_prefill = topology.generation == "gfx942" and variant.phase == "prefill"
+    if on_gfx942_prefill and converts:
+        return variant
+    return replace(variant, matrix_rows=16, kpack=2 if on_gfx942_prefill else 1)
+
+
 PLACEMENTS = ("dispatch", "hardware")
 PLACED_BY_HARDWARE = ("gfx942", "gfx950")
 
@@ -240,7 +266,7 @@ def choose_prefill(
         tile = _tile(PREFILL_TILES, shape, topology)
     if kernels == "torch":
         tile = replace(tile, rows=TORCH_BLOCK_M)
-    return Variant(
+    variant = Variant(
         name,
         "prefill",
         tile.rows,
@@ -255,6 +281,7 @@ def choose_prefill(
         f"cdna5-prefill {obstacle}" if obstacle else "",
         in_float16=_in_float16(shape, topology),
     )
+    return with_matrix_shape(variant, shape, topology)
 
 
 def portable_prefill(shape: LayerShape, variant: Variant) -> Variant:
@@ -310,7 +337,7 @@ def choose_decode(
     # a decode work list is head-first by construction (one tile holds a whole group): only the placement varies
     if mapping is not None:
         mapping = "swizzled-head-first" if mapping.startswith("swizzled") else "head-first"
-    return Variant(
+    variant = Variant(
         name,
         "decode",
         rows,
@@ -324,6 +351,7 @@ def choose_decode(
         f"cdna5-decode {obstacle}" if obstacle else "",
         in_float16=_in_float16(shape, topology),
     )
+    return with_matrix_shape(variant, shape, topology)
 
 
 def _in_float16(shape: LayerShape, topology: Topology) -> bool:

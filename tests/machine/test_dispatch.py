@@ -93,3 +93,26 @@ def test_variants_follow(device, monkeypatch):
     monkeypatch.setattr(dispatch, "workgroups_per_unit", lambda machine, size: 3)
     expected = topology.compute_units * (1 if device == "cpu" else 3)
     assert variants.choose_decode(shape, topology, "triton", 1).workgroups == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim", "group", "kv_dtype", "prefill", "decode"),
+    [
+        ("gfx942", 128, 8, torch.bfloat16, (16, 2), (16, 1)),
+        ("gfx942", 128, 64, torch.bfloat16, (16, 2), (16, 1)),
+        ("gfx942", 64, 8, torch.bfloat16, (0, 1), (16, 1)),  # 32 rows a warp
+        ("gfx942", 128, 8, torch.float8_e4m3fnuz, (0, 1), (16, 1)),
+        ("gfx950", 128, 8, torch.bfloat16, (16, 1), (16, 1)),
+        ("gfx950", 128, 8, torch.float8_e4m3fn, (16, 1), (16, 1)),
+        ("sm_90", 128, 8, torch.bfloat16, (0, 1), (0, 1)),
+    ],
+)
+def test_matrix_instructions_fit_the_rows_of_a_warp(device, head_dim, group, kv_dtype, prefill, decode):
+    shape = LayerShape(group, 1, head_dim, head_dim, torch.bfloat16, kv_dtype, 16)
+    for variant, expected in (
+        (variants.choose_prefill(shape, pretend(device), "triton"), prefill),
+        (variants.choose_decode(shape, pretend(device), "triton", 1), decode),
+    ):
+        assert (variant.matrix_rows, variant.kpack) == expected
+        # on the CPU the torch kernels know no such thing
+        assert variants.choose_prefill(shape, pretend("cpu"), "torch").matrix_rows == 0
