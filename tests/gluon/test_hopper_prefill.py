@@ -49,11 +49,16 @@ def check(
 # ---- results ----
 
 
-WORDS = FORM.split()
-FORMS = [words for number in range(len(WORDS) + 1) for words in itertools.combinations(WORDS, number)]
+WORDS = list(hopper_variant.WORDS)
+FORMS = [
+    WORDS,
+    *([other for other in WORDS if other != word] for word in WORDS),
+    *([word] for word in WORDS),
+    [],
+]
 
 
-@pytest.mark.parametrize("words", FORMS, ids=" ".join)
+@pytest.mark.parametrize("words", FORMS, ids="-".join)
 def test_forms(words):
     check(bf16_case([40, 3], [140, 70], q_heads=2, kv_heads=1), " ".join(words))
 
@@ -318,7 +323,9 @@ def test_only_who_asks_for_it_gets_it():
 def test_tiles_fit_into_shared_memory_and_registers(dims):
     shape = LayerShape(8, 2, *dims, torch.bfloat16, torch.bfloat16, 16)
     tile = hopper_variant.TILES[dims]
-    assert hopper_variant.shared_bytes(shape, 2, tile.block_n, tile.stages) <= hopper_variant.SHARED_BYTES
+    assert (
+        hopper_variant.shared_bytes(shape, 2, tile.block_n, tile.stages, FORM) <= hopper_variant.SHARED_BYTES
+    )
     for consumers, form in ((2, FORM), (2, f"{FORM} roomy"), (3, FORM)):
         consumer, producer = hopper_variant.registers_of(consumers, form)
         assert consumer % 8 == producer % 8 == 0 and 128 * (consumers * consumer + producer) <= 65536

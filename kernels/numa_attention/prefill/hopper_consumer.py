@@ -35,6 +35,16 @@ def copy_layout(columns):
 
 
 @gluon.jit
+def rows_of(
+    first_row, kv_head, query_start, query_len, COUNT: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr
+):
+    """Token, query head, and whether it exists, of COUNT rows of the packed tile."""
+    o_row = first_row + gl.arange(0, COUNT, LAYOUT)
+    o_query = o_row // C.group
+    return (query_start + o_query).to(gl.int64), kv_head * C.group + o_row % C.group, o_query < query_len
+
+
+@gluon.jit
 def load_queries(
     q, shared, first_row, first_column, kv_head, query_start, query_len, token_stride, head_stride,
     DIM: gl.constexpr, C: gl.constexpr,
@@ -43,12 +53,11 @@ def load_queries(
     COPY: gl.constexpr = copy_layout(DIM)
     o_column = first_column + gl.arange(0, DIM, gl.SliceLayout(0, COPY))
     for part in gl.static_range(ROWS // PART):
-        o_row = first_row + part * PART + gl.arange(0, PART, gl.SliceLayout(1, COPY))
-        o_query = o_row // C.group
-        o_token = (query_start + o_query).to(gl.int64)
-        o_head = kv_head * C.group + o_row % C.group
+        o_token, o_head, m_row = rows_of(
+            first_row + part * PART, kv_head, query_start, query_len, PART, gl.SliceLayout(1, COPY), C
+        )
         p_q = q + o_token[:, None] * token_stride + o_head[:, None] * head_stride + o_column[None, :]
-        b_q = gl.load(p_q, mask=(o_query < query_len)[:, None], other=0.0)
+        b_q = gl.load(p_q, mask=m_row[:, None], other=0.0)
         shared.slice(part * PART, PART, dim=0).store(b_q)
 
 
@@ -288,19 +297,20 @@ def consume(arguments, strides, buffers, barriers, step, CONSUMER: gl.constexpr,
         b_acc, b_p = hopper.warpgroup_mma_wait(0, deps=(b_acc, b_p))
         hopper.mbarrier.arrive(empty_v.index(slot), count=1)
 
-        o_row = first_row + gl.arange(0, ROWS, OUT_ROW)
-        o_query = o_row // C.group
-        m_row = o_query < query_len
-        o_token = (query_start + o_query).to(gl.int64)
-        o_head = kv_head * C.group + o_row % C.group
+        o_token, o_head, m_row = rows_of(first_row, kv_head, query_start, query_len, ROWS, OUT_ROW, C)
         b_m = gl.convert_layout(b_m * factor_of(scale, C), OUT_ROW)
         b_l = gl.convert_layout(b_l, OUT_ROW)
         if C.has_sink:
             b_sink = gl.load(sinks + o_head, mask=m_row, other=float("-inf")).to(gl.float32)
             b_m, b_l, b_acc = add_sink(b_m, b_l, b_acc, b_sink)
-        o_dv = gl.arange(0, C.dim_v, gl.SliceLayout(0, PV))
-        p_out = out + o_token[:, None] * out_token_stride + o_head[:, None] * out_head_stride + o_dv[None, :]
-        gl.store(p_out, (normalise(b_acc, b_l) * v_factor).to(out.dtype.element_ty), mask=m_row[:, None])
         if C.has_lse:
             p_lse = lse + o_token * lse_token_stride + o_head * lse_head_stride
             gl.store(p_lse, natural_lse(b_m, b_l), mask=m_row)
+        STORE: gl.constexpr = copy_layout(C.dim_v) if C.staged else PV
+        b_out = gl.convert_layout((normalise(b_acc, b_l) * v_factor).to(out.dtype.element_ty), STORE)
+        o_token, o_head, m_row = rows_of(
+            first_row, kv_head, query_start, query_len, ROWS, gl.SliceLayout(1, STORE), C
+        )
+        o_dv = gl.arange(0, C.dim_v, gl.SliceLayout(0, STORE))
+        p_out = out + o_token[:, None] * out_token_stride + o_head[:, None] * out_head_stride + o_dv[None, :]
+        gl.store(p_out, b_out, mask=m_row[:, None])

@@ -51,6 +51,7 @@ def constants_of(
         ahead="ahead" in words and not has_cap,
         turns="turns" in words and consumers > 1,
         query_copies="copied" in words and ROWS % shape.group == 0,
+        staged="staged" in words,
         consumer_registers=registers[0],
         producer_registers=registers[1],
     )
@@ -234,7 +235,7 @@ def prefill(
         None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype,
     )  # fmt: skip
     workgroups = len(plan.tiles)
-    if "persistent" in variant.form:
+    if "persistent" in variant.form.split():
         workgroups = min(workgroups, compute_units(q.device))
     _launch(key, (workgroups, 1, 1), arguments, dict(C=constants), dict(num_warps=4))
     return variant.name

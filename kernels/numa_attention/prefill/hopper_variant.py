@@ -18,6 +18,7 @@ WORDS = {
     "turns": "consumers take turns at the matrix unit: one multiplies while the others exponentiate",
     "copied": "the producer copies queries, a tile ahead, where the rows of a group are evenly spaced",
     "persistent": "one workgroup a compute unit, which computes several tiles",
+    "staged": "outputs are put in order in shared memory, so that each thread writes 16 bytes",
     "roomy": "the producer gets more registers, and the consumers fewer",
 }
 FORM = "ahead turns copied persistent"
@@ -57,11 +58,12 @@ def why_not(shape: LayerShape, triton: tuple[int, int] | None) -> str | None:
     return None
 
 
-def shared_bytes(shape: LayerShape, consumers: int, block_n: int, stages: int) -> int:
-    """Shared memory of a workgroup."""
-    rows_of_buffers = consumers * ROWS * shape.head_dim
-    rows_of_buffers += stages * block_n * (shape.head_dim + shape.head_dim_v)
-    return rows_of_buffers * shape.dtype.itemsize + BARRIER_BYTES
+def shared_bytes(shape: LayerShape, consumers: int, block_n: int, stages: int, form: str) -> int:
+    """Shared memory of a workgroup, about."""
+    elements = consumers * ROWS * shape.head_dim + stages * block_n * (shape.head_dim + shape.head_dim_v)
+    if "staged" in form.split():
+        elements += consumers * ROWS * shape.head_dim_v
+    return elements * shape.dtype.itemsize + BARRIER_BYTES
 
 
 def registers_of(consumers: int, form: str) -> tuple[int, int]:

@@ -34,6 +34,7 @@ class Constants:
     ahead: bool
     turns: bool
     query_copies: bool
+    staged: bool
     consumer_registers: int
     producer_registers: int
 

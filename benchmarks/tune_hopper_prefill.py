@@ -1,0 +1,246 @@
+"""Which tiles and forms of the sm_90 prefill kernel are fastest on this GPU, beside FlashAttention-3.
+
+    python benchmarks/tune_hopper_prefill.py --seconds 240
+    python benchmarks/tune_hopper_prefill.py --rows 0 --candidates "2x128x2 ahead turns copied persistent;2x128x3 ahead"
+
+A candidate is consumers x KV tokens of a tile x buffers, and the words of its form (prefill/hopper_variant.py). First
+all are checked at once on small odd steps, of which unused memory is NaN, against a float64 reference; this compiles
+them too. Those that are right are then timed by graph replay, one after the other. Each candidate has a process of its
+own, which is stopped when it takes too long, so that one that hangs or fails costs no more. Figures are printed as they
+come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from numa_attention import attention, reference  # noqa: E402
+from numa_attention.prefill import hopper_variant  # noqa: E402
+from numa_attention.schedule import Planner  # noqa: E402
+from numa_attention.shapes import LayerShape  # noqa: E402
+from numa_attention.topology import detect  # noqa: E402
+from numa_attention.variants import Variant, choose_prefill  # noqa: E402
+from vllm_numa_backend.bench.cases import Case, make_tensors, prefill_cases  # noqa: E402
+from vllm_numa_backend.bench.contestants import flash_attention_3, ours  # noqa: E402
+from vllm_numa_backend.bench.timing import time_calls  # noqa: E402
+
+CANDIDATES = (
+    "2x128x2 ahead turns copied persistent",
+    "2x128x3 ahead turns copied persistent",
+    "2x128x2 ahead copied persistent",
+    "2x128x2 turns copied persistent",
+    "2x128x2 copied persistent",
+    "2x128x3 ahead copied persistent",
+    "2x64x4 ahead turns copied persistent",
+    "2x128x2 ahead turns copied",
+    "2x128x2 ahead turns persistent",
+    "2x128x2 ahead turns copied persistent roomy",
+    "2x128x2 ahead turns copied persistent staged",
+    "3x64x3 ahead turns copied persistent",
+)
+PEERS = ("FA3", "portable")
+CHECK_SECONDS = 100
+TIME_SECONDS = 60
+PASS_MARK = 1e-2  # ||out - reference|| / ||reference||, of bfloat16
+SAMPLE = 61  # rows of the output of which one is compared
+
+
+def candidate_of(text: str, shape: LayerShape) -> Variant:
+    """The variant that a candidate's name stands for."""
+    sizes, _, form = text.partition(" ")
+    consumers, block_n, stages = map(int, sizes.split("x"))
+    chosen = choose_prefill(shape, detect("cuda"), "triton", kernel=hopper_variant.NAME)
+    return dataclasses.replace(
+        chosen, form=form, block_m=consumers * hopper_variant.ROWS, block_n=block_n, num_stages=stages
+    )
+
+
+def fits(text: str, shape: LayerShape) -> bool:
+    """Whether a candidate's buffers fit into shared memory."""
+    sizes, _, form = text.partition(" ")
+    return (
+        hopper_variant.shared_bytes(shape, *map(int, sizes.split("x")), form) <= hopper_variant.SHARED_BYTES
+    )
+
+
+# ---- one process of a candidate ----
+
+
+def check(text: str, cases: list[Case]) -> None:
+    """Small odd steps with the heads and pages of the rows, and one that has everything; prints what is right."""
+    from tests.hopper_prefill_cases import bf16_case, check_prefill, windowed_case
+    from tests.kernel_step import shape_of, step_of
+    from tests.support import assert_close
+
+    for row in cases:
+        case = bf16_case(
+            [200, 1, 77], [777, 300, 77], q_heads=row.q_heads, kv_heads=row.kv_heads, head_dim=row.head_dim,
+            page_size=row.page_size, device="cuda",
+        )  # fmt: skip
+        shape = shape_of(case)
+        planner = Planner(
+            shape, "cuda", max_requests=8, max_tokens=512, prefill_variant=candidate_of(text, shape)
+        )
+        out = case.poisoned_output()
+        scale = row.head_dim**-0.5
+        schedule = planner.plan(step_of(case, 0))
+        expected = reference.attention(*case.arguments(), scale=scale)[0]
+        for _ in range(20):  # a race shows in some of many
+            out.fill_(math.nan)
+            attention.attend(case.q, case.k_pages, case.v_pages, out, schedule, scale=scale)
+            assert_close(out, expected)
+        print(f"right: {row.name}", flush=True)
+    variant = candidate_of(text, cases[0].shape)
+    options = dict(
+        device="cuda", block_n=variant.block_n, stages=variant.num_stages, consumers=variant.block_m // 64
+    )
+    sinks = torch.randn(14, device="cuda")
+    case = windowed_case(
+        [170, 1, 700], [400, 500, 700], 300, q_heads=14, kv_heads=2, head_dim=128, device="cuda"
+    )
+    check_prefill(case, variant.form, window=300, sinks=sinks, **options)
+    print("right: a window, sinks, a group of 7, LSE", flush=True)
+
+
+def measure(text: str, cases: dict[int, Case], folder: Path) -> None:
+    """Time one contestant; FA3, or the portable kernel, leaves a sample of its output for the others in `folder`."""
+    for number, case in cases.items():
+        try:
+            tensors = make_tensors(case)
+            call = contestant(text, case, tensors)
+            tensors.out.fill_(math.nan)
+            attention.ran.clear()
+            call(0)
+            torch.cuda.synchronize()
+            sample, path = tensors.out[::SAMPLE].float(), folder / f"{number}.pt"
+            if not path.exists():
+                torch.save(sample, path)
+            expected = torch.load(path, map_location="cuda")
+            error = float((sample - expected).norm() / expected.norm())
+            right = error <= PASS_MARK and set(attention.ran) <= {"portable-prefill", hopper_variant.NAME}
+            if text not in PEERS:
+                right &= set(attention.ran) == {hopper_variant.NAME}
+            seconds = time_calls(call, 1)
+            print(
+                json.dumps(
+                    dict(row=number, ms=seconds * 1e3, tflops=case.flops / seconds / 1e12, error=error, right=right)
+                ),
+                flush=True,
+            )  # fmt: skip
+            del tensors, call
+            torch.cuda.empty_cache()
+        except Exception as error:  # the other rows are still worth their time
+            print(
+                json.dumps(dict(row=number, failed=f"{type(error).__name__} {str(error)[:300]}")), flush=True
+            )
+
+
+def contestant(text: str, case: Case, tensors) -> Callable[[int], None]:
+    if text == "FA3":
+        return flash_attention_3(tensors)
+    if text == "portable":
+        return ours(tensors)[0]
+    return ours(tensors, prefill_variant=candidate_of(text, case.shape))[0]
+
+
+# ---- all of them ----
+
+
+def start(mode: str, text: str, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, __file__, mode, text, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, seconds: float) -> tuple[str, str, str]:
+    """(what became of it, its output, the end of its errors)."""
+    try:
+        out, errors = process.communicate(timeout=max(seconds, 1))
+        became = "done" if process.returncode == 0 else "FAILED"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, errors = process.communicate()
+        became = f"STOPPED after {seconds:.0f} s"
+    return became, out, errors[-1500:]
+
+
+def main(
+    rows: Annotated[str, typer.Option(help="Rows of the table of shapes, such as 0,2; all by default.")] = "",
+    candidates: Annotated[str, typer.Option(help="Candidates, by semicolons.")] = ";".join(CANDIDATES),
+    head_dim: Annotated[int, typer.Option(help="Of keys and values: 64, 128 or 256.")] = 128,
+    seconds: Annotated[int, typer.Option(help="Time for all of it.")] = 240,
+    skip_check: Annotated[bool, typer.Option(help="Time without checking first.")] = False,
+) -> None:
+    """Check and time candidates of the sm_90 prefill kernel."""
+    deadline = time.time() + seconds
+    cases = chosen_cases(rows, head_dim)
+    names = [name.strip() for name in candidates.split(";")]
+    for name in [name for name in names if not fits(name, next(iter(cases.values())).shape)]:
+        print(f"{name}: too large for shared memory", flush=True)
+        names.remove(name)
+    where = json.dumps([rows, head_dim])
+    if not skip_check:
+        started = time.time()
+        running = {name: start("--check", name, where) for name in names}
+        for name, process in running.items():
+            left = min(started + CHECK_SECONDS, deadline) - time.time()
+            became, out, errors = finish(process, left)
+            verdict = "right" if became == "done" else f"{became}\n{out}{errors}"
+            print(f"{name}: {verdict}, {time.time() - started:.0f} s", flush=True)
+            if became != "done":
+                names.remove(name)
+    results: dict[str, dict[int, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in (*PEERS, *names):
+            if time.time() > deadline:
+                print(f"{name}: not timed, the time is used up", flush=True)
+                continue
+            became, out, errors = finish(
+                start("--measure", name, where, folder), min(TIME_SECONDS, deadline + 15 - time.time())
+            )
+            for line in (json.loads(text) for text in out.splitlines() if text.startswith("{")):
+                case = cases[line["row"]]
+                if "failed" in line:
+                    print(f"{name} | {case.name}: FAILED {line['failed']}", flush=True)
+                    continue
+                results.setdefault(name, {})[line["row"]] = line["tflops"] if line["right"] else math.nan
+                print(
+                    f"{name} | {case.name}: {line['tflops']:.0f} TFLOP/s, {line['ms']:.3f} ms, "
+                    f"error {line['error']:.1e}{'' if line['right'] else ' WRONG'}",
+                    flush=True,
+                )
+            if became != "done":
+                print(f"{name}: {became}\n{errors}", flush=True)
+    print("\nTFLOP/s by row: " + "; ".join(case.name for case in cases.values()))
+    for name, row in sorted(results.items(), key=lambda item: -sum(filter(math.isfinite, item[1].values()))):
+        print(" ".join(f"{row.get(number, math.nan):6.0f}" for number in cases), name)
+
+
+def chosen_cases(rows: str, head_dim: int) -> dict[int, Case]:
+    """The rows asked for, by their number."""
+    cases = [dataclasses.replace(case, head_dim=head_dim) for case in prefill_cases(torch.bfloat16)]
+    return {number: cases[number] for number in (map(int, rows.split(",")) if rows else range(len(cases)))}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--check"]:
+        check(sys.argv[2], list(chosen_cases(*json.loads(sys.argv[3])).values()))
+    elif sys.argv[1:2] == ["--measure"]:
+        measure(sys.argv[2], chosen_cases(*json.loads(sys.argv[3])), Path(sys.argv[4]))
+    else:
+        typer.run(main)
