@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from numa_attention.terminal import output_errors_in_one_sentence, print_table, table  # noqa: E402
 from vllm_numa_backend.commands import installed  # noqa: E402
-from vllm_numa_backend.commands.server import Server, free_port  # noqa: E402
+from vllm_numa_backend.commands.server import Server, ServerFailed, free_port  # noqa: E402
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 console = Console(stderr=True, highlight=False)
@@ -129,7 +129,7 @@ def serve(
     input_len: Input = 1024,
     output_len: Output = 128,
     num_prompts: Prompts = 100,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a server.")] = 900.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for a server.")] = 900.0,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -155,7 +155,10 @@ def serve(
             tempfile.TemporaryDirectory() as folder,
         ):
             with console.status(f"starting {backend} (log: {server.log_path})"):
-                server.wait_until_ready(timeout, lambda elapsed: None)
+                try:
+                    server.wait_until_ready(timeout, lambda elapsed: None)
+                except ServerFailed as error:
+                    raise typer.BadParameter(f"{error}; its log is {server.log_path}") from None
             for rate in points:
                 client = [
                     vllm(),

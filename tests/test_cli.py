@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -10,12 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import numa_attention
 import vllm_numa_backend
-from vllm_numa_backend import settings
+from vllm_numa_backend import checkpoints, settings
 from vllm_numa_backend.commands import demo, doctor, installed
 from vllm_numa_backend.commands.server import Server, ServerFailed, free_port
 
@@ -47,6 +50,21 @@ def test_version_is_one():
 
 def test_demo_without_a_model_folder(tmp_path):
     assert_one_sentence(run("demo", str(tmp_path / "none")), "no model folder", "numa-swizzle checkpoint")
+    file = tmp_path / "file"
+    file.write_text("mine")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for model, suggested in ((file, demo.EXAMPLE_MODEL), (tmp_path, demo.EXAMPLE_MODEL), (empty, empty)):
+        with pytest.raises(demo.UserError, match=f"make one with: numa-swizzle checkpoint {suggested}$"):
+            demo.check_model(model)
+    # the command that is suggested is not refused
+    checkpoints.check_request(empty, checkpoints.SOURCE_HEADS, "fp32", overwrite=False)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, math.nan, math.inf])
+def test_demo_with_a_wrong_timeout(seconds):
+    with pytest.raises(demo.UserError, match="--timeout"):
+        demo.check_timeout(seconds)
 
 
 @pytest.mark.parametrize(
@@ -72,22 +90,38 @@ def test_checkpoint_of_an_impossible_shape(tmp_path):
     assert_one_sentence(run("checkpoint", str(tmp_path / "model"), "--head-dim", "100"), "head_dim 100")
 
 
-def test_checkpoint_into_a_folder_in_use(tmp_path):
-    assert_one_sentence(run("checkpoint", str(tmp_path)), "exists already", "--overwrite")
+@pytest.mark.parametrize(
+    "heads", [(9, 3, 0), (9, 3, -64), (9, 3, 320), (0, 0, 64), (9, 0, 64), (-9, -3, 64), (4096, 4, 64)]
+)
+def test_shapes_without_a_twin(heads, tmp_path):
+    with pytest.raises(checkpoints.CheckpointError, match=str(heads[2] if heads[2] != 64 else heads[0])):
+        checkpoints.check_request(tmp_path, checkpoints.Heads(*heads), "fp32", overwrite=False)
 
 
 def test_checkpoint_replaces_only_a_model_folder(tmp_path):
     kept = tmp_path / "notes.txt"
     kept.write_text("mine")
+    assert_one_sentence(run("checkpoint", str(kept)), "is a file", "name another folder")
     for folder in (tmp_path, kept):
-        assert_one_sentence(run("checkpoint", str(folder), "--overwrite"), "no model folder")
+        for overwrite in (True, False):
+            with pytest.raises(checkpoints.CheckpointError, match="is not replaced; name another folder"):
+                checkpoints.check_request(folder, checkpoints.SOURCE_HEADS, "fp32", overwrite)
     assert kept.read_text() == "mine"
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(checkpoints.CheckpointError, match="pass --overwrite"):
+        checkpoints.check_request(tmp_path, checkpoints.SOURCE_HEADS, "fp32", overwrite=False)
+    checkpoints.check_request(tmp_path, checkpoints.SOURCE_HEADS, "fp32", overwrite=True)
 
 
-def test_checkpoint_where_nothing_can_be_written(tmp_path):
+def test_checkpoint_where_nothing_can_be_written(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
-    assert_one_sentence(run("checkpoint", str(file / "model")), "cannot be written")
+    for place in (file / "model", Path("/proc/model")):
+        assert_one_sentence(run("checkpoint", str(place)), "cannot be written")
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 << 20))
+    with pytest.raises(checkpoints.CheckpointError, match="has 100 MiB free, the model takes 513"):
+        checkpoints.check_place(tmp_path / "model", "fp32")
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_doctor_explains_another_device():
@@ -211,6 +245,64 @@ def test_first_error_is_the_cause():
     assert demo.first_error(lines[:1]) is None
 
 
+PREFIX = "(EngineCore pid=7) ERROR 11-30 10:00:00 [core.py:1] "
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (
+            [
+                f"{PREFIX}{line}"
+                for line in ("ValueError: first,", "  second,", "third", "Traceback (most", "  File")
+            ],
+            "ValueError: first, second, third",
+        ),
+        (
+            [
+                "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+                "  Value error, no such model [type=value_error]",
+                "    For further information visit a page",
+            ],
+            "ValidationError: 1 validation error for ModelConfig Value error, no such model [type=value_error]",
+        ),
+        (["OSError: one", "INFO 11-30 10:00:00 [a.py:1] two"], "OSError: one"),
+        (["OSError: one", "(Worker pid=8) two"], "OSError: one"),
+        (["KeyError: 'a'", "ValueError: b"], "KeyError: 'a'"),
+    ],
+)
+def test_a_cause_of_several_lines_is_whole(lines, cause):
+    assert demo.first_error(["INFO 11-30 10:00:00 [a.py:1] before", *lines]) == cause
+
+
+def test_the_last_message_of_a_log_says_something():
+    told = f"{PREFIX.replace('ERROR', 'INFO')}Starting to load model x..."
+    noise = [f"{PREFIX}  ", f"{PREFIX} █ █▄ v0.32", "Loading safetensors:  50%|#####", "  warnings.warn("]
+    assert demo.last_message([told, *noise]) == "Starting to load model x..."
+    assert demo.last_message([]) == "loading vLLM"
+
+
+@pytest.mark.parametrize(
+    ("log", "shown", "words"),
+    [
+        ("", "", "was not ready. The server's log is {log}"),
+        ("only this\n", "only this", "The end of the server's log is above, all of it is {log}"),
+        ("a\nOSError: broken.\n", "", "was not ready: OSError: broken. The server's log is {log}"),
+    ],
+    ids=["empty", "no cause", "cause"],
+)
+def test_a_failure_names_the_cause_or_shows_the_log(log, shown, words, capsys):
+    with (
+        pytest.raises(demo.UserError) as error,
+        Server([sys.executable, "-c", ""], {}, free_port()) as server,
+    ):
+        server.log_path.write_text(log)
+        demo.fail(server, "it was not ready")
+    assert words.format(log=server.log_path) in str(error.value)
+    assert capsys.readouterr().err.strip() == shown
+    server.log_path.unlink()  # kept for the user
+
+
 # A stand-in for `vllm serve`: it ignores the polite signal, has a child in its group, and writes both process ids.
 STUBBORN = """
 import os, signal, subprocess, sys, time
@@ -250,24 +342,24 @@ def test_no_process_outlives_its_server(monkeypatch):
         raise KeyboardInterrupt
     assert len(processes) == 2
     assert not any(map(alive, processes))
-    server.log_path.unlink()
+    assert not server.log_path.exists()
 
 
 def test_a_server_that_dies_is_reported_at_once():
     dying = Server([sys.executable, "-c", "raise SystemExit(3)"], {}, free_port())
     with dying as server, pytest.raises(ServerFailed, match="exit code 3"):
         server.wait_until_ready(60, lambda elapsed: None)
-    server.log_path.unlink()
 
 
 def test_a_server_that_never_answers_is_given_up():
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     with Server(sleeper, {}, free_port()) as server, pytest.raises(ServerFailed, match="not ready after 1 s"):
         server.wait_until_ready(1, lambda elapsed: None)
-    server.log_path.unlink()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl-c", "kill", "kill -9"]
+)
 def test_demo_stops_its_server_when_interrupted(number, tmp_path):
     """`vllm` is a stand-in here, found because it lies beside a Python of its own."""
     (tmp_path / "config.json").write_text("{}")
@@ -276,6 +368,7 @@ def test_demo_stops_its_server_when_interrupted(number, tmp_path):
     vllm = bin_folder / "vllm"
     vllm.write_text(f"#!{sys.executable}\n{STUBBORN.replace('signal.SIG_IGN', 'signal.SIG_DFL')}")
     vllm.chmod(0o755)
+    (bin_folder / "python").symlink_to(sys.executable)
     code = (
         f"import sys; sys.executable = {str(bin_folder / 'python')!r}\n"
         f"sys.argv = ['numa-swizzle', 'demo', {str(tmp_path)!r}]\n"
@@ -292,14 +385,31 @@ def test_demo_stops_its_server_when_interrupted(number, tmp_path):
         servers = started_processes(log)
         process.send_signal(number)
         rest, _ = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert "stopping the server" in rest
+        if number == signal.SIGKILL:
+            deadline = time.monotonic() + 30
+            while any(map(alive, servers)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        else:
+            assert process.returncode == 130
+            assert "stopping the server" in rest
+            assert not log.exists()
         assert not any(map(alive, servers))
     finally:
         process.kill()
         for server in filter(alive, servers):
             os.kill(server, signal.SIGKILL)
-    log.unlink()
+    log.unlink(missing_ok=True)
+
+
+def test_the_set_up_says_what_pip_is_at():
+    spec = importlib.util.spec_from_file_location("environment", ROOT / "tools" / "environment.py")
+    environment = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(environment)
+    log = "Collecting a==1\n  Using cached a.whl\nInstalling collected packages: a, bb, ccc\n"
+    log += "  Attempting uninstall: a\n    Successfully uninstalled a-0\nWARNING: b\n\n"
+    assert environment.what_pip_is_at(log, 100) == "Installing collected packages: a, bb, ccc"
+    assert environment.what_pip_is_at(log, 37) == "Installing collected packages: a, ..."
+    assert environment.what_pip_is_at("", 100) == "starting pip"
 
 
 def test_readme_lists_every_setting_and_value():

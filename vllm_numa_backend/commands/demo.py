@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import signal
+import textwrap
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -25,14 +26,26 @@ from . import UserError, installed
 from .server import Server, ServerFailed, free_port
 
 QUESTION = "What is gravity? Answer in two sentences."
+EXAMPLE_MODEL = Path("models/smollm2-135m")
 LOG_LINES_ON_FAILURE = 30
+CAUSE_LINES = 8  # of an exception whose message is long
+LONGEST_TIMEOUT_S = 24 * 3600
 PHASES = ("prefill", "decode")
 SERVED_NAME = "demo"
+# "(EngineCore pid=7) ERROR 11-30 10:00:00 [core.py:100] message", of which only the message must be there
+LOG_LINE = re.compile(
+    r"(?P<process>\([^)]*pid=\d+\) ?)?(?:(?P<level>INFO|WARNING|ERROR|DEBUG) \S+ \S+ \[[^]]*\] ?)?(?P<message>.*)"
+)
+ERROR = re.compile(r"(?:[\w.]+\.)?(\w+(?:Error|Exception|Interrupt): .+)")
+END_OF_MESSAGE = re.compile(
+    r"Traceback |During handling|The above exception|\s*For further information|\[rank|\w+(\.\w+)*(Error|Exception): "
+)
+WORDS = re.compile(r"[A-Za-z]{2,}")
 HEARTBEAT_S = 15.0  # between signs of life where the output is not a terminal
 
 
 def demo(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")] = Path("models/smollm2-135m"),
+    model: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")] = EXAMPLE_MODEL,
     question: Annotated[str, typer.Option(help="What to ask.")] = QUESTION,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 96,
     backend: Annotated[str, typer.Option(help="The attention backend, to compare with another.")] = BACKEND,
@@ -40,9 +53,10 @@ def demo(
 ) -> None:
     """Serve a model with vllm serve through NUMA_SWIZZLE, ask it something, and show what ran.
 
-    The server is stopped in every case.
+    The server ends with the command, also where that is interrupted or killed.
     """
     console = Console(highlight=False)
+    check_timeout(timeout)
     check_model(model)
     if backend == BACKEND:
         check_settings()
@@ -52,25 +66,38 @@ def demo(
         signal.signal(number, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup keeps its meaning
         signal.signal(signal.SIGHUP, signal.default_int_handler)
-    with server:
-        try:
-            start_s = wait(console, server, timeout)
-            console.print(f"[green]ready[/] after {start_s:.0f} s")
-            console.print(f"\n[bold]> {escape(question)}[/]")
-            reply = print_reply(console, server, question, max_tokens)
-        except (ServerFailed, urllib.error.URLError, ConnectionError) as error:
-            fail(server, str(error))
-        except KeyboardInterrupt:
-            console.print("\nstopping the server")
-            raise typer.Exit(130) from None
-    report(console, server, backend, reply)
+    try:
+        with server:
+            try:
+                start_s = wait(console, server, timeout)
+                console.print(f"[green]ready[/] after {start_s:.0f} s")
+                console.print(f"\n[bold]> {escape(question)}[/]", soft_wrap=True)
+                report(console, server, backend, print_reply(console, server, question, max_tokens))
+            except (ServerFailed, urllib.error.URLError, ConnectionError) as error:
+                fail(server, str(error))
+            except KeyboardInterrupt:
+                console.print("\nstopping the server")
+                raise
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def check_timeout(seconds: float) -> None:
+    """Raise UserError unless it is a number of seconds that one can wait."""
+    if not 1 <= seconds <= LONGEST_TIMEOUT_S:
+        raise UserError(f"--timeout {seconds:g} is out of range: give 1 to {LONGEST_TIMEOUT_S:,} seconds.")
 
 
 def check_model(model: Path) -> None:
-    if not (model / "config.json").exists():
-        raise UserError(
-            f"{model} is no model folder (it has no config.json); make one with: numa-swizzle checkpoint {model}"
-        )
+    if (model / "config.json").is_file():
+        return
+    if model.is_file():
+        what, folder = "a file, not a model folder", EXAMPLE_MODEL
+    elif model.is_dir() and any(model.iterdir()):
+        what, folder = "no model folder (it has no config.json)", EXAMPLE_MODEL
+    else:
+        what, folder = "no model folder (it has no config.json)", model
+    raise UserError(f"{model} is {what}; make one with: numa-swizzle checkpoint {folder}")
 
 
 def check_settings() -> None:
@@ -114,10 +141,11 @@ def wait(console: Console, server: Server, timeout: float) -> float:
 
     def show(elapsed: float) -> None:
         nonlocal next_line
-        lines = server.log_lines()
-        text = f"{elapsed:4.0f} s  {shorten(lines[-1], console.width - 20) if lines else ''}"
+        text = f"{elapsed:4.0f} s  {last_message(server.log_lines())}"
         if console.is_terminal:
-            status.update(f"[dim]{escape(text)}[/]")
+            status.update(
+                f"[dim]{escape(textwrap.shorten(text, max(console.width - 4, 20), placeholder=' ...'))}[/]"
+            )
         elif elapsed >= next_line:
             console.print(text, markup=False, soft_wrap=True)
             next_line += HEARTBEAT_S
@@ -126,10 +154,12 @@ def wait(console: Console, server: Server, timeout: float) -> float:
         return server.wait_until_ready(timeout, show)
 
 
-def shorten(line: str, width: int) -> str:
-    """A log line without vLLM's process, level and time stamps, cut to the width."""
-    line = re.sub(r"^(\([^)]*\)\s*)?(INFO|WARNING|ERROR|DEBUG) \S+ \S+ ", "", line.strip())
-    return line[: max(width, 20)]
+def last_message(lines: list[str]) -> str:
+    """The last line of vLLM's log that says something, without process, level, time and place."""
+    for line in reversed(lines):
+        if (found := LOG_LINE.match(line)) and found["level"] and len(WORDS.findall(found["message"])) > 1:
+            return found["message"].strip()
+    return "loading vLLM"
 
 
 @dataclass
@@ -201,24 +231,35 @@ def report(console: Console, server: Server, backend: str, reply: Reply) -> None
     missing = [phase for phase in PHASES if phase not in ran]
     if backend == BACKEND and missing:
         fail(server, f"the server answered, but its log shows no {BACKEND} {' and no '.join(missing)}")
-    server.log_path.unlink()
 
 
-def fail(server: Server, message: str) -> None:
-    """Show the end of the server's log and end with a sentence, which names the first error in it."""
+def fail(server: Server, message: str) -> NoReturn:
+    """End with a sentence that names the cause, or where none is found after the end of the server's log."""
     lines = server.log_lines()
-    errors = Console(stderr=True, highlight=False)
-    errors.print("\n".join(lines[-LOG_LINES_ON_FAILURE:]), markup=False, style="dim", soft_wrap=True)
     cause = first_error(lines)
-    why = f": {cause.rstrip('.')}." if cause else "."
-    raise UserError(f"{message}{why} The end of its log is above, all of it is {server.log_path}")
+    where = f"The server's log is {server.log_path}"
+    if cause:
+        raise UserError(f"{message}: {cause.rstrip('.')}. {where}")
+    if lines:
+        errors = Console(stderr=True, highlight=False)
+        errors.print("\n".join(lines[-LOG_LINES_ON_FAILURE:]), markup=False, style="dim", soft_wrap=True)
+        where = f"The end of the server's log is above, all of it is {server.log_path}"
+    raise UserError(f"{message}. {where}")
 
 
 def first_error(lines: list[str]) -> str | None:
-    """The first exception of a server's log, which is the cause of the later ones."""
-    for line in lines:
-        if found := re.match(
-            r"(?:\([^)]*\) )?(?:ERROR \S+ \S+ \[[^]]*\] )?(\w+(?:Error|Exception): .+)", line
-        ):
-            return found[1]
+    """The first exception of a server's log, which is the cause of the later ones: its message, in one line."""
+    parsed = [LOG_LINE.match(line) for line in lines]
+    for number, found in enumerate(parsed):
+        if not (error := ERROR.match(found["message"])):
+            continue
+        cause = [error[1]]
+        for after in parsed[number + 1 : number + CAUSE_LINES]:
+            # a record of its own, or the next part of a traceback
+            if (after["process"], after["level"]) != (found["process"], found["level"]):
+                break
+            if not found["level"] and after["level"] or END_OF_MESSAGE.match(after["message"]):
+                break
+            cause.append(after["message"].strip())
+        return " ".join(cause)
     return None

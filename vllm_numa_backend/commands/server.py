@@ -1,4 +1,4 @@
-"""A vLLM server in a process group of its own that never outlives the command that started it."""
+"""A vLLM server in a process group of its own that ends with the command that started it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+
+from . import guard
 
 STOP_PATIENCE_S = 15.0
 
@@ -27,7 +30,11 @@ def free_port() -> int:
 
 
 class Server:
-    """One server process. Use as a context manager: leaving it, in whatever way, stops the whole process group."""
+    """One server process. Use as a context manager: leaving it, in whatever way, stops the whole process group.
+
+    The log is removed with it, unless an error leaves the context: not an interrupt. Where this process
+    is killed without a word, guard.py ends the group.
+    """
 
     def __init__(self, command: list[str], environment: dict[str, str], port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -39,18 +46,20 @@ class Server:
 
     def __enter__(self) -> Server:
         self._process = subprocess.Popen(
-            self._command,
+            [sys.executable, guard.__file__, str(STOP_PATIENCE_S), *self._command],
             env=os.environ | self._environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # its end tells the guard that this process ended
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stop()
         os.close(self._log)
+        if kind is None or not issubclass(kind, Exception):
+            self.log_path.unlink(missing_ok=True)
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -98,6 +107,7 @@ class Server:
             while time.monotonic() < deadline and self._group_alive(process):
                 time.sleep(0.1)
         process.wait()
+        process.stdin.close()
 
     @staticmethod
     def _group_alive(process: subprocess.Popen[bytes]) -> bool:
