@@ -269,8 +269,8 @@ def main(arguments: list[str] | None = None) -> int:
         answer = {
             "assumptions": asdict(ASSUMPTIONS),
             "forms": [
-                asdict(form) | {"exposed_by_softmax": form.exposed()}
-                for each in forms.values()
+                asdict(form) | {"kv_heads": kv_heads, "exposed_by_softmax": form.exposed()}
+                for kv_heads, each in forms.items()
                 for form in each
             ],
             "bounds": [asdict(each) for each in bounds],
