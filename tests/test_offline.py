@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from random import Random
 
 import pytest
+import torch
 import triton
 
 from numa_attention import jit
+from numa_attention.machine import dispatch
 from numa_attention.testing import isa
 from numa_attention.testing.capture import compiling_for
+from numa_attention.testing.offline_calls import E4M3, E5M2, all_calls, make_call, variant_key
 
 GENERATIONS = ("gfx942", "gfx950", "gfx1250", "sm_90", "sm_100")
 OLD_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
@@ -37,6 +41,26 @@ def matrix_kind(report: dict) -> str:
         return "wmma" if report["generation"] == "gfx1250" else "mfma"
     few_rows = int(report["tile"].split("x")[0]) < 64
     return "mma.sync" if few_rows else "wgmma" if report["generation"] == "sm_90" else "tcgen05"
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_variant_is_compiled(generation, monkeypatch):
+    """Whatever the dispatcher takes for some layer is among the layers that the command compiles."""
+    monkeypatch.setattr(dispatch, "prefill_mapping", lambda *key: dispatch.DEFAULT_MAPPING)
+    covered = {variant_key(call, step, generation) for call, step in all_calls(generation)}
+    random = Random(0)
+    for _ in range(600):
+        head_dim = 8 * random.randint(1, 32)
+        shape = dict(
+            head_dims=(head_dim, random.choice((head_dim, 8 * random.randint(1, 32)))),
+            group=random.randint(1, 64),
+            page_size=16 * random.randint(1, 16),
+            dtype=random.choice((torch.bfloat16, torch.float16, torch.float32)),
+            float8=random.choice((None, E4M3, E5M2)),
+        )
+        call = make_call(generation, **shape, max_decode_query=random.choice((1, 4, 8)))
+        for step in ("decode", "prefill"):
+            assert variant_key(call, step, generation) in covered, (shape, step)
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ import torch
 
 from numa_attention.shapes import CONTIGUOUS, LayerShape
 from numa_attention.testing.capture import Call
-from numa_attention.variants import PLACED_BY_HARDWARE
+from numa_attention.topology import pretend
+from numa_attention.variants import PLACED_BY_HARDWARE, choose_decode, choose_prefill
 
 E4M3, E5M2 = "e4m3", "e5m2"
 FLOAT8 = {
@@ -129,4 +130,42 @@ def all_calls(generation: str) -> list[tuple[Call, str]]:
         add("decode", max_decode_query=queries)
     add("plan", "write")
     calls.extend(placed_calls(generation))
+    calls.extend(missing_calls(generation, {variant_key(call, step, generation) for call, step in calls}))
+    return calls
+
+
+def variant_key(call: Call, step: str, generation: str) -> tuple | None:
+    """What tells one compiled form of a kernel from another, None for steps that have no variant."""
+    topology = pretend(generation)
+    if step == "decode":
+        variant = choose_decode(call.shape, topology, "triton", call.max_decode_query)
+    elif step == "prefill":
+        variant = choose_prefill(call.shape, topology, "triton")
+    else:
+        return None
+    return (
+        variant.name, variant.block_m, variant.block_n, variant.num_warps, variant.num_stages, variant.form,
+        variant.matrix_rows, variant.kpack, variant.in_float16,
+    )  # fmt: skip
+
+
+def missing_calls(generation: str, covered: set) -> list[tuple[Call, str]]:
+    """A call for each variant that the dispatcher can choose and that is not among `covered`, which grows."""
+    calls = []
+    # a generation's own kernel may want head sizes above some, which one of keys and values then has
+    small = ((16, 16), (16, 128), (16, 256), (32, 32), (32, 128), (32, 256), (64, 256))
+    shapes = product(
+        (*HEAD_DIMS, *small),
+        (1, 32, 64),
+        (16, 32, 64, 128),
+        (torch.bfloat16, torch.float32),
+        (None, E4M3),
+    )
+    for head_dims, group, page_size, dtype, float8 in shapes:
+        call = make_call(generation, head_dims, group, page_size, dtype, float8)
+        for step in ("decode", "prefill"):
+            key = variant_key(call, step, generation)
+            if key not in covered:
+                covered.add(key)
+                calls.append((call, step))
     return calls
