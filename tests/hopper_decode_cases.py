@@ -59,7 +59,15 @@ def check_all(form: str, device: str) -> None:
     """Head sizes, types, layouts, groups, pages, masks, splits, empty requests."""
     on = {"device": device}
     random = torch.Generator().manual_seed(1)
-    for head_dim, kv_dtype in ((64, None), (128, None), (256, None), (128, E4M3), (128, E5M2), (256, E4M3)):
+    for head_dim, kv_dtype in (
+        (64, None),
+        (64, E4M3),
+        (128, None),
+        (256, None),
+        (128, E4M3),
+        (128, E5M2),
+        (256, E4M3),
+    ):
         case = bf16_case([1, 1, 1], [1, 150, 300], head_dim=head_dim, kv_dtype=kv_dtype, page_size=32, **on)
         scales = {}
         if kv_dtype is not None:

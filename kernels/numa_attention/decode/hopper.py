@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention import scores
 from numa_attention.decode.hopper_copies import produce
-from numa_attention.decode.hopper_products import multiply_keys, multiply_values, part_dim
+from numa_attention.decode.hopper_products import multiply_keys, multiply_values, part_dim, query_dim
 from numa_attention.decode.hopper_splits import arrive_last, merge_parts, part_slot, store_part
 from numa_attention.gluon_compat import thread_barrier
 
@@ -37,15 +37,16 @@ power_of_two_below = gluon.jit(scores.power_of_two_below.fn)
 @gluon.jit
 def load_query(
     q, shared_q, query_start, query_len, kv_head, row_block, q_token_stride, q_head_stride,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, FLOAT8: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, FLOAT8: gl.constexpr,
     QUERY: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
-    """Put a packed query tile into shared memory, in parts [M, 64]; the factors [M] by which its scores are too small.
+    """Put a packed query tile into shared memory, in parts; the factors [M] by which its scores are too small.
 
     For a float8 cache the products are in float16, whose range a row is scaled into by a power of two.
     """
     o_row = row_block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, QUERY))
-    o_column = gl.arange(0, 64, gl.SliceLayout(0, QUERY))
+    PARTS: gl.constexpr = 2 * COLUMNS if FLOAT8 else COLUMNS
+    o_column = gl.arange(0, WIDTH // 2 if FLOAT8 else WIDTH, gl.SliceLayout(0, QUERY))
     m_row = o_row // GROUP < query_len
     o_token = (query_start + o_row // GROUP).to(gl.int64)
     o_head = kv_head * GROUP + o_row % GROUP
@@ -54,7 +55,7 @@ def load_query(
         b_parts = ()
         b_max = gl.zeros((BLOCK_M,), gl.float32, gl.SliceLayout(1, QUERY))
         for part in gl.static_range(PARTS):
-            p_q = p_row[:, None] + part_dim(part, o_column, FLOAT8)[None, :]
+            p_q = p_row[:, None] + query_dim(part, o_column, FLOAT8, WIDTH)[None, :]
             b_q = gl.load(p_q, mask=m_row[:, None], other=0.0).to(gl.float32)
             b_parts = b_parts + (b_q,)
             b_max = gl.maximum(b_max, gl.max(gl.abs(b_q), 1))
@@ -64,7 +65,7 @@ def load_query(
         b_factor = gl.convert_layout(b_factor, ROW)
     else:
         for part in gl.static_range(PARTS):
-            p_q = p_row[:, None] + part_dim(part, o_column, FLOAT8)[None, :]
+            p_q = p_row[:, None] + query_dim(part, o_column, FLOAT8, WIDTH)[None, :]
             shared_q.index(part).store(gl.load(p_q, mask=m_row[:, None], other=0.0))
         b_factor = gl.full((BLOCK_M,), 1.0, gl.float32, ROW)
     hopper.fence_async_shared()
@@ -130,11 +131,13 @@ def consume(
     query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
     full_k, full_v, empty_k, empty_v, buffers_k, buffers_v, shared_q, shared_p,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
+    PARTS: gl.constexpr,
     STAGES: gl.constexpr, FORM: gl.constexpr, FLOAT8: gl.constexpr, E5M2: gl.constexpr, WINDOW: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SCALES: gl.constexpr, FAN_IN: gl.constexpr, IN_FLIGHT: gl.constexpr,
     ACC_S: gl.constexpr, ACC_O: gl.constexpr, QUERY: gl.constexpr, COPY: gl.constexpr,
+    WORDS: gl.constexpr,
 ):  # fmt: skip
     """Attention of all items of a workgroup, from the tiles that `produce` copies."""
     TRANSPOSED: gl.constexpr = gl.permute(gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC_S), (1, 0)).type.layout
@@ -164,7 +167,7 @@ def consume(
         seq_len = gl.load(seq_lens + request)
         b_factor = load_query(
             q, shared_q, query_start, query_len, kv_head, row_block, q_token_stride, q_head_stride,
-            GROUP, BLOCK_M, PARTS, FLOAT8, QUERY, ROW,
+            GROUP, BLOCK_M, COLUMNS, WIDTH, FLOAT8, QUERY, ROW,
         )  # fmt: skip
         o_row = row_block * BLOCK_M + o_m
         o_query = o_row // GROUP
@@ -202,7 +205,7 @@ def consume(
             slot = step % STAGES
             hopper.mbarrier.wait(full_k.index(slot), (step // STAGES) & 1)
             b_s = multiply_keys(
-                buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_S
+                buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, WIDTH, FLOAT8, E5M2, ACC_S
             )
             b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
             thread_barrier()
@@ -216,14 +219,23 @@ def consume(
                 slot_next = (step + 1) % STAGES
                 hopper.mbarrier.wait(full_k.index(slot_next), ((step + 1) // STAGES) & 1)
                 b_next = multiply_keys(
-                    buffers_k, slot_next * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_S
+                    buffers_k,
+                    slot_next * COLUMNS,
+                    shared_q,
+                    BLOCK_M,
+                    BLOCK_N,
+                    COLUMNS,
+                    WIDTH,
+                    FLOAT8,
+                    E5M2,
+                    ACC_S,
                 )  # tile + 1
                 b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM)  # tile
                 b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
                 hopper.mbarrier.wait(full_v.index(slot), (step // STAGES) & 1)
                 b_accs = multiply_values(
                     buffers_v, slot * COLUMNS, shared_p, b_accs, tile, key_low, seq_len, tile * BLOCK_N < key_low,
-                    BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_O, COPY,
+                    BLOCK_N, COLUMNS, WIDTH, FLOAT8, E5M2, ACC_O, COPY, WORDS,
                 )  # fmt: skip  # tile
                 b_next = hopper.warpgroup_mma_wait(PARTS, deps=(b_next,))
                 b_s, b_m, b_alpha = begin_softmax(
@@ -244,7 +256,7 @@ def consume(
             b_accs = multiply_values(
                 buffers_v, slot * COLUMNS, shared_p, b_accs, last, key_low, seq_len,
                 (last * BLOCK_N < key_low) | (tile_end * BLOCK_N > seq_len),
-                BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_O, COPY,
+                BLOCK_N, COLUMNS, WIDTH, FLOAT8, E5M2, ACC_O, COPY, WORDS,
             )  # fmt: skip
             b_accs = wait_values(b_accs, PARTS)
             thread_barrier()
@@ -256,7 +268,7 @@ def consume(
                 phase = (step // STAGES) & 1
                 hopper.mbarrier.wait(full_k.index(slot), phase)
                 b_s = multiply_keys(
-                    buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_S
+                    buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, WIDTH, FLOAT8, E5M2, ACC_S
                 )
                 b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
                 b_s, b_m, b_alpha = begin_softmax(
@@ -269,7 +281,7 @@ def consume(
                 b_accs = multiply_values(
                     buffers_v, slot * COLUMNS, shared_p, b_accs, tile, key_low, seq_len,
                     (tile * BLOCK_N < key_low) | ((tile + 1) * BLOCK_N > seq_len),
-                    BLOCK_N, COLUMNS, FLOAT8, E5M2, ACC_O, COPY,
+                    BLOCK_N, COLUMNS, WIDTH, FLOAT8, E5M2, ACC_O, COPY, WORDS,
                 )  # fmt: skip
                 b_accs = wait_values(b_accs, PARTS)
                 # every warp has read these buffers, which one thread gives back
@@ -310,7 +322,7 @@ def consume(
             write_output(
                 b_m, b_l, b_accs, out, lse, sinks, query_start, query_len, kv_head, row_block, v_factor,
                 out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
-                GROUP, BLOCK_M, PARTS, FLOAT8, HAS_SINK, HAS_LSE, ROW,
+                GROUP, BLOCK_M, WIDTH, PARTS, FLOAT8, HAS_SINK, HAS_LSE, ROW,
             )  # fmt: skip
 
 
@@ -318,7 +330,8 @@ def consume(
 def write_output(
     b_m, b_l, b_accs, out, lse, sinks, query_start, query_len, kv_head, row_block, v_factor,
     out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, FLOAT8: gl.constexpr, HAS_SINK: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr, FLOAT8: gl.constexpr,
+    HAS_SINK: gl.constexpr,
     HAS_LSE: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
     """Write the output and LSE of one unit from its whole softmax state."""
@@ -344,7 +357,7 @@ def write_output(
         if HAS_SINK:
             _, b_total, b_acc = add_sink(m_state, l_state, b_acc, sink_state)
         b_out = (normalise(b_acc, b_total) * v_factor).to(out.dtype.element_ty)
-        gl.store(p_out[:, None] + part_dim(part, o_dim, FLOAT8)[None, :], b_out, mask=m_out[:, None])
+        gl.store(p_out[:, None] + part_dim(part, o_dim, FLOAT8, WIDTH)[None, :], b_out, mask=m_out[:, None])
     if HAS_LSE:
         if HAS_SINK:
             b_m, b_l, _ = add_sink(b_m, b_l, gl.expand_dims(b_l, 1), b_sink)
@@ -414,7 +427,9 @@ def decode_kernel(
     ACC_O: gl.constexpr,
     QUERY: gl.constexpr,
     COPY: gl.constexpr,
-    SHARED: gl.constexpr,
+    WORDS: gl.constexpr,
+    SHARED_Q: gl.constexpr,
+    SHARED_P: gl.constexpr,
     BARRIER: gl.constexpr,
 ):
     # consecutive ranges belong to one domain, to which the hardware deals every DOMAINS-th workgroup
@@ -427,8 +442,10 @@ def decode_kernel(
         DTYPE: gl.constexpr = q.dtype.element_ty
     buffers_k = gl.allocate_shared_memory(k_tiles.dtype, [STAGES * COLUMNS, BLOCK_N, WIDTH], k_tiles.layout)
     buffers_v = gl.allocate_shared_memory(v_tiles.dtype, [STAGES * COLUMNS, BLOCK_N, WIDTH], v_tiles.layout)
-    shared_q = gl.allocate_shared_memory(DTYPE, [PARTS, BLOCK_M, 64], SHARED)
-    shared_p = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_N], SHARED)
+    QUERY_PARTS: gl.constexpr = 2 * COLUMNS if FLOAT8 else COLUMNS
+    QUERY_WIDTH: gl.constexpr = WIDTH // 2 if FLOAT8 else WIDTH
+    shared_q = gl.allocate_shared_memory(DTYPE, [QUERY_PARTS, BLOCK_M, QUERY_WIDTH], SHARED_Q)
+    shared_p = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_N], SHARED_P)
     full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -447,8 +464,8 @@ def decode_kernel(
                     query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap,
                     q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride,
                     lse_head_stride, full_k, full_v, empty_k, empty_v, buffers_k, buffers_v, shared_q, shared_p,
-                    GROUP, BLOCK_M, BLOCK_N, COLUMNS, PARTS, STAGES, FORM, FLOAT8, E5M2, WINDOW, CAUSAL, HAS_CAP,
-                    HAS_ALIBI, HAS_SINK, HAS_LSE, HAS_SCALES, FAN_IN, IN_FLIGHT, ACC_S, ACC_O, QUERY, COPY,
+                    GROUP, BLOCK_M, BLOCK_N, COLUMNS, WIDTH, PARTS, STAGES, FORM, FLOAT8, E5M2, WINDOW, CAUSAL, HAS_CAP,
+                    HAS_ALIBI, HAS_SINK, HAS_LSE, HAS_SCALES, FAN_IN, IN_FLIGHT, ACC_S, ACC_O, QUERY, COPY, WORDS,
                 ),
             ),
             (

@@ -36,6 +36,7 @@ def constants_of(
     """The kernel's compile-time constants, in its order."""
     rows, block_n = variant.block_m, variant.block_n
     width = min(shape.head_dim, SWIZZLE_BYTES // shape.kv_dtype.itemsize)
+    float8 = shape.kv_dtype.itemsize == 1
     accumulator = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
     return dict(
         GROUP=shape.group,
@@ -48,7 +49,7 @@ def constants_of(
         PARTS=shape.head_dim // PART,
         STAGES=variant.num_stages,
         FORM=variant.form,
-        FLOAT8=shape.kv_dtype.itemsize == 1,
+        FLOAT8=float8,
         E5M2=shape.kv_dtype == torch.float8_e5m2,
         WINDOW=shape.window,
         CAUSAL=causal,
@@ -65,8 +66,22 @@ def constants_of(
         ACC_O=accumulator,
         QUERY=gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]),
         COPY=gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]),
-        SHARED=gl.NVMMASharedLayout(128, 16, 2),
+        WORDS=half_operand(block_n) if float8 and width == PART else gl.DotOperandLayout(0, accumulator, 2),
+        SHARED_Q=gl.NVMMASharedLayout(width if float8 else 2 * width, 16, 2),
+        SHARED_P=gl.NVMMASharedLayout(128, 16, 2),
         BARRIER=hopper.mbarrier.MBarrierLayout(),
+    )
+
+
+def half_operand(block_n: int) -> gl.DistributedLinearLayout:
+    """A left operand of wgmma [64, block_n] without every second eight of its rows: [32, block_n]."""
+    steps = [[0, 16 << bit] for bit in range((block_n // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], *steps],
+        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]],
+        [],
+        [32, block_n],
     )
 
 

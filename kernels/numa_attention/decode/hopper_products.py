@@ -5,7 +5,8 @@ S^T = K Q^T and O^T = V^T P^T. The few rows of the packed query tile are the N o
 16-bit caches are read by wgmma where TMA put them. A product with a float8 cache needs 16-bit operands: pairs of
 neighbouring dimensions are loaded as 16-bit words into the registers where wgmma wants its left operand, and are
 unpacked there into a tile of even and a tile of odd dimensions. So a *part* of the accumulator is 64 dimensions:
-neighbours for a 16-bit cache, every second one for float8. float16 holds every float8 value.
+neighbours for a 16-bit cache, every second one for float8. Values of head_dim 64 in float8 are 32 words, half a wgmma:
+their even and odd dimensions are *stacked*, those of eight words in turn. float16 holds every float8 value.
 """
 
 from __future__ import annotations
@@ -47,32 +48,48 @@ def unpack(b_pairs, E5M2: gl.constexpr):
 
 
 @gluon.jit
-def part_dim(part, b_row, FLOAT8: gl.constexpr):
-    """The dimension of row b_row (0 to 63) of an accumulator's part."""
+def query_dim(part, b_column, FLOAT8: gl.constexpr, WIDTH: gl.constexpr):
+    """The dimension of column b_column of a query's part; WIDTH: numbers in a row of a tile in shared memory."""
     if FLOAT8:
-        return (part // 2) * (2 * PART) + 2 * b_row + part % 2
+        return (part // 2) * WIDTH + 2 * b_column + part % 2
     else:
-        return part * PART + b_row
+        return part * WIDTH + b_column
 
 
 @gluon.jit
-def pairs_of(buffer, ROWS: gl.constexpr):
-    """A float8 tile [ROWS, 128] in shared memory as 16-bit words [ROWS, 64]."""
-    return reinterpret(buffer, gl.int16, [ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
+def part_dim(part, b_row, FLOAT8: gl.constexpr, WIDTH: gl.constexpr):
+    """The dimension of row b_row (0 to 63) of an accumulator's part."""
+    if FLOAT8 and WIDTH == PART:  # stacked
+        return 2 * (b_row // 16 * 8 + b_row % 8) + b_row // 8 % 2
+    else:
+        return query_dim(part, b_row, FLOAT8, WIDTH)
+
+
+@gluon.jit
+def pairs_of(buffer, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A float8 tile [ROWS, WIDTH] in shared memory as 16-bit words [ROWS, WIDTH / 2]."""
+    return reinterpret(buffer, gl.int16, [ROWS, WIDTH // 2], gl.NVMMASharedLayout(WIDTH, 16, 2))
+
+
+@gluon.jit
+def stack(b_even, b_odd, BLOCK_N: gl.constexpr, LEFT: gl.constexpr):
+    """Even and odd dimensions [32, N] of one tile of values as one left operand [64, N], without moving any."""
+    b_both = gl.join(b_even, b_odd).reshape([4, 8, BLOCK_N, 2]).permute([0, 3, 1, 2])
+    return gl.convert_layout(b_both.reshape([PART, BLOCK_N]), LEFT, assert_trivial=True)
 
 
 @gluon.jit
 def multiply_keys(
     buffers_k, first_buffer, shared_q,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, FLOAT8: gl.constexpr, E5M2: gl.constexpr,
-    ACC: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, FLOAT8: gl.constexpr,
+    E5M2: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Begin the raw scores S^T [N, M] of one tile; the result is there after a wait."""
     b_s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC)
     for column in gl.static_range(COLUMNS):
         buffer = buffers_k.index(first_buffer + column)
         if FLOAT8:
-            b_pairs = pairs_of(buffer, BLOCK_N).load(gl.DotOperandLayout(0, ACC, 2))
+            b_pairs = pairs_of(buffer, BLOCK_N, WIDTH).load(gl.DotOperandLayout(0, ACC, 2))
             b_even, b_odd = unpack(b_pairs, E5M2)
             b_s = hopper.warpgroup_mma(
                 b_even, shared_q.index(2 * column).permute((1, 0)), b_s, use_acc=column > 0, is_async=True
@@ -90,12 +107,13 @@ def multiply_keys(
 @gluon.jit
 def multiply_values(
     buffers_v, first_buffer, shared_p, b_accs, tile, key_low, key_high, edge,
-    BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, FLOAT8: gl.constexpr, E5M2: gl.constexpr, ACC: gl.constexpr,
-    COPY: gl.constexpr,
+    BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, FLOAT8: gl.constexpr, E5M2: gl.constexpr,
+    ACC: gl.constexpr, COPY: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
     """Begin O^T += V^T P^T for all parts [64, M] of the accumulator; the results are there after a wait.
 
     edge: keys outside [key_low, key_high) lie in this tile; whatever their pages hold, NaN included, counts as zero.
+    WORDS: the layout in which float8 values are loaded, transposed: that of a left operand, or of half of one.
     """
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     weights = shared_p.permute((1, 0))
@@ -103,13 +121,21 @@ def multiply_values(
     if FLOAT8:
         for column in gl.static_range(COLUMNS):
             buffer = buffers_v.index(first_buffer + column)
-            b_pairs = pairs_of(buffer, BLOCK_N).permute((1, 0)).load(LEFT)
-            o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LEFT))
+            b_pairs = pairs_of(buffer, BLOCK_N, WIDTH).permute((1, 0)).load(WORDS)
+            o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, WORDS))
             m_key = (o_key >= key_low) & (o_key < key_high)
             b_pairs = gl.where(m_key[None, :], b_pairs, 0)
             b_even, b_odd = unpack(b_pairs, E5M2)
-            results = results + (hopper.warpgroup_mma(b_even, weights, b_accs[2 * column], is_async=True),)
-            results = results + (hopper.warpgroup_mma(b_odd, weights, b_accs[2 * column + 1], is_async=True),)
+            if WIDTH == PART:
+                b_left = stack(b_even, b_odd, BLOCK_N, LEFT)
+                results = results + (hopper.warpgroup_mma(b_left, weights, b_accs[column], is_async=True),)
+            else:
+                results = results + (
+                    hopper.warpgroup_mma(b_even, weights, b_accs[2 * column], is_async=True),
+                )
+                results = results + (
+                    hopper.warpgroup_mma(b_odd, weights, b_accs[2 * column + 1], is_async=True),
+                )
     else:
         if edge:
             o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))

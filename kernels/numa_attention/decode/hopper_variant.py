@@ -10,7 +10,7 @@ from numa_attention.shapes import CONTIGUOUS, LayerShape
 
 FORMS = ("single", "two-stage", "four-stage")
 OLDEST_TRITON = (3, 6)
-HEAD_DIMS = {1: (128, 256), 2: (64, 128, 256)}  # by bytes of a cached number
+HEAD_DIMS = (64, 128, 256)
 BLOCK_N = 64  # keys of a tile: the rows of a wgmma
 PART = 64  # dimensions of one part of the accumulator, likewise
 MAX_STAGES = 8
@@ -48,11 +48,10 @@ def why_not(shape: LayerShape, triton: tuple[int, int] | None) -> str | None:
         return (
             f"takes caches in the query's type, float8_e4m3fn and float8_e5m2, not {_short(shape.kv_dtype)}"
         )
-    sizes = HEAD_DIMS[shape.kv_dtype.itemsize]
-    if shape.head_dim != shape.head_dim_v or shape.head_dim not in sizes:
+    if shape.head_dim != shape.head_dim_v or shape.head_dim not in HEAD_DIMS:
         return (
-            f"takes head sizes {', '.join(map(str, sizes))} for a cache in {_short(shape.kv_dtype)}, keys and values "
-            f"alike, not {shape.head_dim} and {shape.head_dim_v}"
+            f"takes head sizes {', '.join(map(str, HEAD_DIMS))}, keys and values alike, not {shape.head_dim} and "
+            f"{shape.head_dim_v}"
         )
     return None
 
