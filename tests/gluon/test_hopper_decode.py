@@ -155,7 +155,7 @@ RELEASE = "hopper.mbarrier.arrive(empty_v.index(slot), count=1)\n               
             GluonFault,
         ),
         ("warpgroup_mma_wait(PARTS, deps", "warpgroup_mma_wait(PARTS + 1, deps", Race),
-        ("    hopper.fence_async_shared()\n    return b_ls", "    return b_ls", Race),
+        ("    hopper.fence_async_shared()\n    if LATE_SUM", "    if LATE_SUM", Race),
         (RELEASE, "pass\n" + RELEASE[RELEASE.index(")") :].split("\n", 1)[1], Deadlock),
     ],
     ids=[
