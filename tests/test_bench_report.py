@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
-from numa_attention import attention
+from numa_attention import aiter_adapter, attention
+from numa_attention.mapping import MAPPINGS
+from numa_attention.topology import pretend
 from vllm_numa_backend import cli, settings
 from vllm_numa_backend.bench import checks, contestants, report, report_files
 from vllm_numa_backend.bench.cases import decode_cases, make_tensors, prefill_cases
@@ -109,6 +111,24 @@ def test_a_rival_that_disagrees_or_is_missing_is_told(tmp_path):
     for timing, words in zip(others, ("away", "NaN", "the schedule names", "no such kernel"), strict=True):
         assert words in timing.note
     json.dumps(report_files.as_dict(found), allow_nan=False)
+
+
+def test_what_an_owner_may_choose_is_measured_too(monkeypatch):
+    monkeypatch.setattr(aiter_adapter, "installed", lambda: "0.1.7")
+    assert [options for _, options in report.ways(pretend("gfx942"))] == [
+        {},
+        {"placement": "hardware"},
+        {"aiter": "always"},
+    ]
+    for name in ("gfx1250", "sm_90", "cpu"):
+        assert report.ways(pretend(name)) == [("", {})]
+    # timed beside the mappings, and told where it cannot run
+    case = report.tiny_cases(report.MAPPED)[0]
+    found = report.Report({}, {}, True)
+    monkeypatch.setattr(report, "ways", lambda topology: [("", {}), (", moved", {"placement": "dispatch"})])
+    report.measure_mappings(found, case, CPU, pretend("gfx942"), "torch")
+    assert [each.contestant for each in found.timings] == [*MAPPINGS, "swizzled-head-first, moved"]
+    assert set(found.predicted[case.name]) == set(MAPPINGS)
 
 
 def test_tiny_cases_keep_the_kinds_of_steps():

@@ -18,7 +18,7 @@ from numa_attention import aiter_adapter, attention
 from numa_attention.machine.dispatch import compare_mappings
 from numa_attention.mapping import MAPPINGS
 from numa_attention.topology import Topology, detect
-from numa_attention.variants import machine_of
+from numa_attention.variants import PLACED_BY_HARDWARE, machine_of
 from vllm_numa_backend.bench import contestants
 from vllm_numa_backend.bench.cases import Case, Tensors, decode_cases, make_tensors, prefill_cases
 from vllm_numa_backend.bench.checks import Check, run_check, steps
@@ -73,10 +73,12 @@ def make_report(
     report = Report(environment(), dataclasses.asdict(topology), tiny)
     if tiny:
         report.notes.append("Made on a CPU, with tiny shapes: a test of the report. Its times mean nothing.")
-    for step in steps(float8_of(topology), tiny=tiny)[:rows]:
-        progress(f"checking {step.name}")
-        report.checks.append(run_check(step, device, kernels))
-        keep(report)
+    for label, options in ways(topology):
+        for step in steps(float8_of(topology), tiny=tiny)[:rows]:
+            step = dataclasses.replace(step, name=step.name + label)
+            progress(f"checking {step.name}")
+            report.checks.append(run_check(step, device, kernels, **options))
+            keep(report)
     for case in (tiny_cases(MAPPED) if tiny else list(MAPPED))[:rows]:
         progress(f"mappings, {case.name}")
         measure_mappings(report, case, device, topology, kernels)
@@ -92,6 +94,16 @@ def make_report(
             measure_case(report, table, case, device, kernels)
             keep(report)
     return report
+
+
+def ways(topology: Topology) -> list[tuple[str, dict[str, str]]]:
+    """(label, options of the planner) of the choices that a device leaves to its owner, the usual one first."""
+    found: list[tuple[str, dict[str, str]]] = [("", {})]
+    if topology.generation in PLACED_BY_HARDWARE:
+        found.append((", placed by hardware", {"placement": "hardware"}))
+    if topology.generation in aiter_adapter.GENERATIONS and aiter_adapter.installed() is not None:
+        found.append((", amd-aiter where it can", {"aiter": "always"}))
+    return found
 
 
 def environment() -> dict[str, str]:
@@ -158,6 +170,12 @@ def measure_mappings(
         call, schedule = contestants.ours(tensors, kernels=kernels, mapping=mapping)
         name = schedule.prefill.variant.name
         expected = add_timing(report, "mappings", case, mapping, name, call, tensors, expected)
+    for label, options in ways(topology)[1:]:
+        if "placement" in options:
+            call, schedule = contestants.ours(tensors, kernels=kernels, **options)
+            label = f"{schedule.prefill.variant.mapping}{label}"
+            name = schedule.prefill.variant.name
+            add_timing(report, "mappings", case, label, name, call, tensors, expected)
     machine = machine_of(topology)
     if machine is not None:
         rows = compare_mappings(machine, case.q_heads, case.kv_heads, case.head_dim, case.batch, case.length)
