@@ -25,7 +25,7 @@ from numa_attention.testing.gluon import Deadlock, GluonFault, Race, Refused
 from numa_attention.topology import pretend
 from numa_attention.variants import choose_prefill
 from tests.gluon.interpreted import interpreted
-from tests.hopper_prefill_cases import bf16_case, check_prefill, windowed_case
+from tests.hopper_prefill_cases import bf16_case, check_all, check_prefill, windowed_case
 from tests.kernel_step import check_planned, make_planner, shape_of
 from tests.support import LAYOUTS, make_paged_case
 
@@ -161,6 +161,15 @@ def test_random_steps(part):
     generator = random.Random(SEED * 1000 + part)
     for _ in range(CASES // 5):
         draw(generator)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the GPU is not sm_90"
+)
+@pytest.mark.parametrize("form", [FORM, f"{FORM} staged", "persistent", "ahead copied"])
+def test_on_a_gpu(form):
+    check_all(form, "cuda")
 
 
 # ---- mistakes ----
