@@ -24,18 +24,20 @@ def topology_of(device: str, units: int) -> Topology:
 
 
 def check_decode(
-    case: PagedCase, form: str, *, device: str = "cpu", units: int = 3, window: int = -1, rows: int | None = None,
-    stages: int | None = None, **options,
+    case: PagedCase, form: str | None, *, device: str = "cpu", units: int = 3, window: int = -1,
+    rows: int | None = None, stages: int | None = None, **options,
 ) -> Schedule:  # fmt: skip
-    """Decode all requests of a case with one form and compare with the reference; returns the schedule."""
+    """Decode all requests of a case and compare with the reference; returns the schedule.
+
+    form: None for the variant's own, with its own ring.
+    """
     topology = topology_of(device, units)
     queries = max(int(case.query_start_loc.diff().max()), 1)
     variant = choose_decode(shape_of(case, window), topology, "triton", queries, kernel="hopper-decode")
     rows = rows or variant.block_m
-    stages = stages or min(variant.num_stages, 3)
-    variant = dataclasses.replace(
-        variant, form=form, block_m=rows, num_stages=1 if form == "single" else stages
-    )
+    if form is not None:
+        ring = 1 if form == "single" else stages or min(variant.num_stages, 3)
+        variant = dataclasses.replace(variant, form=form, block_m=rows, num_stages=ring)
     planner = make_planner(
         case,
         window=window,

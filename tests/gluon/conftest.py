@@ -5,6 +5,13 @@ import torch
 
 
 @pytest.fixture(autouse=True)
+def where_it_runs(request):
+    """Interpreted kernels want a process in which Triton interprets, and that is one without a GPU."""
+    if torch.cuda.is_available() and request.node.get_closest_marker("gpu") is None:
+        pytest.skip("interpreted where there is no GPU")
+
+
+@pytest.fixture(autouse=True)
 def small_and_repeatable():
     """The same numbers every time; tiny products are slower on several threads."""
     threads = torch.get_num_threads()
