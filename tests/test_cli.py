@@ -144,6 +144,15 @@ def test_doctor_names_the_kernels_of_gfx1250():
         assert choice["decode"].startswith("variant cdna5-decode (four-stage), tile 16 x 32, "), choice
 
 
+def test_doctor_refuses_torch_kernels_on_a_gpu(monkeypatch):
+    from numa_attention.topology import pretend
+
+    report = doctor.Report()
+    doctor.choose(report, pretend("MI300X"), settings.Settings(kernels="torch"), pretended=True)
+    assert ["attends on the CPU only" in problem for problem in report.problems] == [True]
+    assert not report.choices
+
+
 def test_doctor_names_a_wrong_setting_once():
     result = run("doctor", "--json", NUMA_SWIZZLE_MAPPING="sideways")
     assert result.returncode == 1

@@ -14,7 +14,7 @@ import triton
 
 from numa_attention import jit
 from numa_attention.machine import dispatch
-from numa_attention.testing import isa
+from numa_attention.testing import isa, offline
 from numa_attention.testing.capture import compiling_for
 from numa_attention.testing.offline_calls import E4M3, E5M2, all_calls, make_call, variant_key
 
@@ -109,6 +109,42 @@ def test_a_tile_that_does_not_fit_is_reported(generation, tile, fault, tmp_path)
     assert code == 1
     assert len(reports) == 1
     assert any(fault in found for found in reports[0]["faults"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tile", "foo=1"], "block_n, num_warps"),
+        (["--tile", "block_n"], "block_n= must be a power of two"),
+        (["--tile", ""], "write NAME=VALUE"),
+        (["--tile", "block_n=7"], "block_n=7 must be a power of two of at least 16"),
+        (["--tile", "num_warps=x"], "num_warps=x must be a power of two"),
+        (["--tile", "num_stages=0"], "at least 1"),
+        (["--tile", "form=round"], "choose one of single"),
+        (["--only", "nosuchlayer"], "\n  bf16 d128 g8 p16 q8\n"),
+        (["--only", "nosuchlayer", "--subset"], "\n  bf16 d128 g8 p16\n"),
+        (["--step", "plan", "--subset"], "leave out --subset"),
+    ],
+)
+def test_what_cannot_be_asked_for(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ending:
+        offline.main(["--device", "gfx942", *arguments])
+    assert ending.value.code == 2
+    shown = capsys.readouterr()
+    assert words in shown.err and not shown.out
+
+
+def test_a_kernel_that_does_not_compile_is_reported(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise AssertionError("at 3:4\n  where\nK must be larger\n")
+
+    monkeypatch.setattr(offline, "compile_call", fail)
+    line = ["--device", "gfx942", "--subset", "--step", "prefill", "--only", "bf16 d128 g8 p16"]
+    assert offline.main(line) == 1
+    assert (
+        "prefill bf16 d128 g8 p16: does not compile: AssertionError: K must be larger"
+        in capsys.readouterr().out
+    )
 
 
 AMD = """

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionType
 
+from numa_attention.limits import fault_of_head_dim
 from vllm_numa_backend import NAME, settings
 from vllm_numa_backend.compat import PAGE_MULTIPLE, BackendBase
+from vllm_numa_backend.remedy import another_backend
 
-MAX_HEAD_DIM = 256
 FP8_CAPABILITY = 89
 
 
@@ -39,7 +40,7 @@ class NumaSwizzleBackend(BackendBase):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and 0 < head_size <= MAX_HEAD_DIM
+        return fault_of_head_dim(head_size) is None
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
@@ -96,25 +97,29 @@ class NumaSwizzleBackend(BackendBase):
         found = super().validate_configuration(head_size, dtype, kv_cache_dtype, block_size, *args, **kwargs)
         dtypes = ", ".join(map(_short, cls.supported_dtypes))
         kv_dtypes = ", ".join(cls.supported_kv_cache_dtypes)
+        elsewhere = another_backend()
         words = {
-            "head_size not supported": f"head_size {head_size} is {_fault_of_head_size(head_size)}",
-            "dtype not supported": f"dtype {_short(dtype)} is not one of {dtypes}",
-            "kv_cache_dtype not supported": f"kv_cache_dtype {kv_cache_dtype} is not one of {kv_dtypes}",
-            "block_size not supported": f"block_size {block_size} is not a multiple of {PAGE_MULTIPLE}",
-            "MLA not supported": "multi-head latent attention (MLA) is not supported",
-            "sparse not supported": "sparse attention is not supported",
-            "per-head quant scales not supported": "KV cache scales per head are not supported",
-            "R-SWA not supported": "reference sliding window attention (R-SWA) is not supported",
-            "PCP not supported": "prefill context parallelism is not supported",
-            "DCP not supported": "decode context parallelism is not supported",
-            "batch invariance not supported": "VLLM_BATCH_INVARIANT is not supported",
+            "head_size not supported": f"head_dim {head_size} (vLLM's head_size) {fault_of_head_dim(head_size)}: "
+            f"{elsewhere}",
+            "dtype not supported": f"dtype {_short(dtype)} is not one of {dtypes}: give --dtype bfloat16",
+            "kv_cache_dtype not supported": f"kv_cache_dtype {kv_cache_dtype} is not one of {kv_dtypes}: "
+            "give --kv-cache-dtype auto",
+            "block_size not supported": f"block_size {block_size} is not a multiple of {PAGE_MULTIPLE}: "
+            f"give --block-size {PAGE_MULTIPLE}",
+            "MLA not supported": f"multi-head latent attention (MLA) is not supported: {elsewhere}",
+            "sparse not supported": f"sparse attention is not supported: {elsewhere}",
+            "per-head quant scales not supported": "KV cache scales per head are not supported: "
+            f"give --kv-cache-dtype auto, or {elsewhere}",
+            "R-SWA not supported": f"reference sliding window attention (R-SWA) is not supported: {elsewhere}",
+            "PCP not supported": "prefill context parallelism is not supported: "
+            "give --prefill-context-parallel-size 1",
+            "DCP not supported": "decode context parallelism is not supported: "
+            "give --decode-context-parallel-size 1",
+            "batch invariance not supported": f"VLLM_BATCH_INVARIANT is not supported: unset it, or {elsewhere}",
         }
         fp8 = _fault_of_fp8(kv_cache_dtype, kwargs.get("device_capability"))
-        return [words.get(reason, reason) for reason in found] + fp8 + _faults_of_settings()
-
-
-def _fault_of_head_size(head_size: int) -> str:
-    return f"above {MAX_HEAD_DIM}" if head_size > MAX_HEAD_DIM else "not a multiple of 8"
+        told = [words.get(reason, f"{reason}: {elsewhere}") for reason in found]
+        return told + fp8 + _faults_of_settings()
 
 
 def _fault_of_fp8(kv_cache_dtype: str | None, device_capability: Any) -> list[str]:
@@ -130,7 +135,10 @@ def _fault_of_fp8(kv_cache_dtype: str | None, device_capability: Any) -> list[st
     if device_capability.to_int() >= FP8_CAPABILITY:
         return []
     has = device_capability.as_version_str()
-    return [f"kv_cache_dtype {kv_cache_dtype} needs compute capability 8.9, this GPU has {has}"]
+    return [
+        f"kv_cache_dtype {kv_cache_dtype} needs compute capability 8.9, this GPU has {has}: "
+        "give --kv-cache-dtype fp8_e5m2 or auto"
+    ]
 
 
 def _short(dtype: torch.dtype) -> str:

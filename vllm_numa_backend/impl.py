@@ -17,6 +17,7 @@ from numa_attention.kv_cache import write_pages
 from vllm_numa_backend import NAME, settings
 from vllm_numa_backend.compat import split_kv_cache
 from vllm_numa_backend.metadata import NumaSwizzleMetadata
+from vllm_numa_backend.remedy import another_backend
 
 _FP8_DTYPES = {
     "fp8": current_platform.fp8_dtype,
@@ -55,13 +56,19 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
         self.is_encoder = attn_type in _ENCODERS
         if self.is_encoder and alibi_slopes is not None:
             raise NotImplementedError(
-                f"{NAME} does not support ALiBi in an encoder, where what it says of later keys is not settled."
+                f"{NAME} does not support ALiBi in an encoder, where what it says of later keys is not settled: "
+                f"{another_backend()}."
             )
         for name, value in options.items():
             if not any(value is off or (isinstance(value, int) and value == off) for off in _OFF):
-                raise NotImplementedError(f"{NAME} does not support the layer option {name}={value!r}.")
+                raise NotImplementedError(
+                    f"{NAME} does not support the layer option {name}={value!r}: {another_backend()}."
+                )
         if self.dcp_world_size > 1 or self.pcp_world_size > 1:
-            raise NotImplementedError(f"{NAME} does not support context parallelism; set its sizes to 1.")
+            raise NotImplementedError(
+                f"{NAME} does not support context parallelism: give --decode-context-parallel-size 1 and "
+                "--prefill-context-parallel-size 1."
+            )
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"{NAME} needs one sink per query head, {num_heads}, and got {sinks.shape[0]}.")
 
@@ -129,7 +136,9 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
         a float8 output. Rows past the step's tokens are left as they are.
         """
         if output_block_scale is not None:
-            raise NotImplementedError(f"{NAME} does not support output quantised in blocks.")
+            raise NotImplementedError(
+                f"{NAME} does not support output quantised in blocks: {another_backend()}."
+            )
         if attn_metadata is None:
             # vLLM measures memory with no step to run
             return output.zero_()

@@ -22,6 +22,7 @@ from numa_attention.schedule import Planner, Schedule, StepBatch
 from numa_attention.shapes import CONTIGUOUS, LayerShape
 from vllm_numa_backend import NAME, settings
 from vllm_numa_backend.compat import backend_names_kv_shape
+from vllm_numa_backend.remedy import another_backend
 
 logger = init_logger("vllm.numa_swizzle")
 _announced: set[tuple[str, LayerShape]] = set()
@@ -56,7 +57,9 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if getattr(vllm_config.model_config, "rswa_window", None) is not None:
-            raise NotImplementedError(f"{NAME} does not support reference sliding window attention (R-SWA).")
+            raise NotImplementedError(
+                f"{NAME} does not support reference sliding window attention (R-SWA): {another_backend()}."
+            )
         # a speculative step, a few tokens a request, is decode
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.planners = self._make_planners()
@@ -225,7 +228,7 @@ def layer_shape(layer: Any, kv_cache_spec: Any, default_dtype: torch.dtype) -> L
     if head_dim_v != kv_cache_spec.head_size and backend_names_kv_shape():
         raise NotImplementedError(
             f"{NAME} supports values of another head size ({head_dim_v}) than keys ({kv_cache_spec.head_size}) "
-            "on vLLM 0.32 and later only."
+            f"on vLLM 0.32 and later only: {another_backend()}."
         )
     return LayerShape(
         q_heads=impl.num_heads,

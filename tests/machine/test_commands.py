@@ -60,7 +60,9 @@ def test_l2_json(run, options):
 def test_l2_table(run):
     pytest.importorskip("numba", reason="the simulation needs the extra `model`")
     code, out, _ = run(L2)
-    assert code == 0 and "L2 hit rate" in out and "domain 1" in out
+    assert code == 0 and "for Q (all misses)" in out
+    assert [line for line in out.splitlines() if line.startswith("domain 1") and "for K and V" in line]
+    assert run(L2.replace("4096", "4k"))[1] == out
 
 
 def test_seed_one(run):
@@ -126,6 +128,40 @@ def test_variant(run):
     code, out, _ = run(VARIANT + " --phase prefill")
     assert code == 0 and "swizzled-head-first" in out and "does not matter" in out
     assert "measured" in run(VARIANT.replace("gfx942", "h200") + " --phase prefill")[1]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "phase", "shown"),
+    [
+        ("head-first", "prefill", "mapping head-first over"),
+        ("block-first", "decode", "mapping head-first over"),
+        ("swizzled-block-first", "decode", "mapping swizzled-head-first over"),
+    ],
+)
+def test_variant_heeds_the_mapping(run, monkeypatch, mapping, phase, shown):
+    monkeypatch.setenv("NUMA_SWIZZLE_MAPPING", mapping)
+    line = f"{VARIANT.replace('131072', '128k')} --phase {phase}"
+    code, out, _ = run(line)
+    assert code == 0 and shown in out
+    answer = json.loads(run(f"{line} --json")[1])
+    swizzled = mapping.startswith("swizzled")
+    assert answer["mapping"] == answer["variant"]["mapping"] and answer["domains"] == (8 if swizzled else 1)
+    assert any(f"asks for {mapping}" in reason for reason in answer["reasons"]) == (not swizzled)
+    assert answer["domains_per_acc"] == (8 if phase == "decode" and not swizzled else 1)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("NUMA_SWIZZLE_MAPPING", "sideways", "NUMA_SWIZZLE_MAPPING=sideways is unknown"),
+        ("NUMA_SWIZZLE_KERNELS", "torch", "attends on the CPU only, not on MI300X"),
+        ("NUMA_SWIZZLE_SPEED", "high", "NUMA_SWIZZLE_SPEED is not a setting"),
+    ],
+)
+def test_variant_checks_the_settings(run, monkeypatch, variable, value, words):
+    monkeypatch.setenv(variable, value)
+    code, out, err = run(VARIANT)
+    assert code == 2 and not out and words in err and len(err.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -204,6 +240,9 @@ def test_variant_names_the_kernels_of_gfx1250(run):
     ("line", "words"),
     [
         (L2.replace("h200", "h300"), "unknown machine 'h300'"),
+        (L2.replace("h200", "cpu"), "has no CPU"),
+        (VARIANT.replace("131072", "9999999999M"), "too many"),
+        (VARIANT.replace("gfx942", "cpu"), "has no CPU"),
         (L2.replace("--kv-heads 8", "--kv-heads 3"), "multiple of kv_heads"),
         (L2.replace("head-first", "tail-first"), "unknown mapping 'tail-first'"),
         ("plan --model nowhere --context 1M --machine mi300x", "config.json"),

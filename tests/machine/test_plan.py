@@ -189,7 +189,7 @@ def test_other_bad_input(config, tmp_path):
     with pytest.raises(ModelError, match="gpus is 0"):
         make_plan(shape, MI300X, 0, 1024)
     with pytest.raises(ModelError, match="2,147,483,647"):
-        make_plan(shape, MI300X, 8, tokens("99999999999999999999M"))
+        tokens("99999999999999999999M")
     with pytest.raises(ModelError, match="MI9000"):
         machine("MI9000")
     with pytest.raises(ModelError, match="no number of tokens"):

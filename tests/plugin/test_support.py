@@ -72,11 +72,17 @@ def test_supported(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"head_size": 100}, "head_size 100 is not a multiple of 8"),
-        ({"head_size": 512}, "head_size 512 is above 256"),
+        (
+            {"head_size": 100},
+            "head_dim 100 (vLLM's head_size) is not a positive multiple of 8: serve it with another",
+        ),
+        (
+            {"head_size": 512},
+            "head_dim 512 (vLLM's head_size) is above 256: serve it with another backend, such as",
+        ),
         ({"dtype": torch.float64}, "dtype float64 is not one of float16, bfloat16, float32"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype int8_per_token_head is not one of auto,"),
-        ({"block_size": 8}, "block_size 8 is not a multiple of 16"),
+        ({"block_size": 8}, "block_size 8 is not a multiple of 16: give --block-size 16"),
         ({"use_mla": True}, "multi-head latent attention (MLA) is not supported"),
         ({"use_sparse": True}, "sparse attention is not supported"),
         ({"use_per_head_quant_scales": True}, "KV cache scales per head are not supported"),
@@ -92,11 +98,13 @@ def test_supported(changes):
 def test_refused_with_the_reason(changes, reason):
     (given,) = reasons(**changes)
     assert given.startswith(reason) or reason in given
+    # what to do is said, in vLLM's own options
+    assert any(word in given.partition(": ")[2] for word in ("--", "unset "))
 
 
 def test_every_reason_is_named():
     given = reasons(head_size=100, dtype=torch.float64, use_sparse=True)
-    assert [reason.split()[0] for reason in given] == ["head_size", "dtype", "sparse"]
+    assert [reason.split()[0] for reason in given] == ["head_dim", "dtype", "sparse"]
 
 
 def test_wrong_setting_is_a_reason(monkeypatch):
@@ -109,7 +117,13 @@ def test_wrong_setting_is_a_reason(monkeypatch):
 
 
 def test_vllm_raises_every_reason(model):
-    with pytest.raises(ValueError, match="head_size 100 is not a multiple of 8"), rig(model, head_dim=100):
+    with (
+        pytest.raises(
+            ValueError,
+            match=r"head_dim 100 .* is not a positive multiple of 8: serve it with another backend",
+        ),
+        rig(model, head_dim=100),
+    ):
         pass
 
 
@@ -165,6 +179,8 @@ def test_fp8_is_refused_where_triton_cannot_convert_it(monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     ampere, hopper = DeviceCapability(8, 0), DeviceCapability(9, 0)
     refused = reasons(kv_cache_dtype="fp8", device_capability=ampere)
-    assert refused == ["kv_cache_dtype fp8 needs compute capability 8.9, this GPU has 8.0"]
+    assert refused == [
+        "kv_cache_dtype fp8 needs compute capability 8.9, this GPU has 8.0: give --kv-cache-dtype fp8_e5m2 or auto"
+    ]
     assert reasons(kv_cache_dtype="fp8", device_capability=hopper) == []
     assert reasons(kv_cache_dtype="fp8_e5m2", device_capability=ampere) == []

@@ -20,7 +20,7 @@ from rich.markup import escape
 from numa_attention.terminal import facts, print_table
 
 from .. import NAME, settings
-from . import UserError, installed
+from . import UserError, choices, installed
 
 if TYPE_CHECKING:
     from numa_attention.topology import Topology
@@ -221,18 +221,12 @@ def choose(report: Report, device: Topology, chosen: settings.Settings | None, p
     """What the dispatcher takes for the example shapes."""
     import torch
 
-    from numa_attention.jit import resolve
     from numa_attention.shapes import LayerShape
-    from numa_attention.variants import choose_decode, choose_prefill, place
 
     if chosen is None:
         return
-    on_gpu = device.generation != "cpu"
     try:
-        if pretended and on_gpu:
-            report.kernels = "torch" if chosen.kernels == "torch" else "triton"
-        else:
-            report.kernels = resolve(chosen.kernels, torch.device("cuda" if on_gpu else "cpu"))
+        report.kernels = choices.kernels_on(device, chosen, pretended=pretended)
     except (ValueError, ImportError) as error:
         if not any(row.variable in problem for row in settings.TABLE for problem in report.problems):
             report.problems.append(str(error))
@@ -242,17 +236,13 @@ def choose(report: Report, device: Topology, chosen: settings.Settings | None, p
         shape = LayerShape(
             q_heads, kv_heads, head_dim, head_dim, torch.bfloat16, torch.bfloat16, page_size=16
         )
-        aiter = chosen.aiter if chosen.placement == "dispatch" else "never"
-        decode = choose_decode(shape, device, report.kernels, 1, chosen.mapping, aiter=aiter)
-        prefill = choose_prefill(shape, device, report.kernels, chosen.mapping, aiter=aiter)
         try:
-            decode, prefill = (place(each, chosen.placement, device) for each in (decode, prefill))
+            found = choices.variants_of(shape, device, report.kernels, chosen)
         except ValueError as error:
             report.problems.append(f"{error}.")
             return
-        report.choices.append(
-            Choice(model, q_heads, kv_heads, head_dim, decode.describe(), prefill.describe())
-        )
+        decode, prefill = found["decode"].describe(), found["prefill"].describe()
+        report.choices.append(Choice(model, q_heads, kv_heads, head_dim, decode, prefill))
 
 
 def explain_aiter(report: Report, device: Topology, chosen: settings.Settings) -> None:

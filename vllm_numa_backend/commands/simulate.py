@@ -48,7 +48,7 @@ def l2(
     ],
     q_heads: Annotated[int, typer.Option()],
     kv_heads: Annotated[int, typer.Option()],
-    length: Annotated[int, typer.Option(help="Tokens of each request.")],
+    length: Annotated[str, typer.Option(help="Tokens of each request: 32768, 32k.")],
     batch: Annotated[int, typer.Option()] = 1,
     head_dim: Annotated[int, typer.Option()] = 128,
     block_m: Annotated[int, typer.Option(help="Query rows of a workgroup.")] = 128,
@@ -66,6 +66,7 @@ def l2(
         from numa_attention.machine.closed_form import estimate
         from numa_attention.machine.grid import Grid
         from numa_attention.machine.machines import machine as find
+        from numa_attention.machine.plan import tokens
 
         device = find(machine)
         grid = Grid(
@@ -73,7 +74,7 @@ def l2(
             batch,
             q_heads,
             kv_heads,
-            length,
+            tokens(length),
             head_dim,
             block_m,
             block_n,
@@ -99,14 +100,17 @@ def l2(
         typer.echo(json.dumps(answer, indent=2))
         return
     shown = facts()
-    shown.add_row("L2 hit rate", f"{result.hit_rate:.2%}")
+    shown.add_row(
+        "L2 hit rate", f"{result.hit_rate:.2%} of all requests: for K and V, for Q (all misses) and for O"
+    )
     share = result.hbm_bytes / result.requested_bytes
     shown.add_row("read from memory", f"{result.hbm_bytes / 1e9:.1f} GB, {share:.1%} of what is asked for")
     shown.add_row("K/V streams a domain", f"{result.streams_per_domain:.1f}")
     shown.add_row("time", f"{result.seconds * 1e3:.2f} ms, {result.tflops:.0f} TFLOP/s")
     for number, domain in enumerate(answer.get("per_domain", [])):
         shown.add_row(
-            f"domain {number}", f"{domain['hit_rate']:.2%}, {domain['hbm_bytes'] / 1e9:.1f} GB of K and V"
+            f"domain {number}",
+            f"{domain['hit_rate']:.2%} of the requests for K and V, {domain['hbm_bytes'] / 1e9:.1f} GB of them",
         )
     shown.add_row("machine", f"{device.name}: {escape(device.cache.source)}")
     print_table(Console(highlight=False), shown)

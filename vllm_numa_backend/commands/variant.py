@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,34 +12,49 @@ from rich.markup import escape
 
 from numa_attention.terminal import print_table, table
 
-from . import UserError
+from .. import settings
+from . import UserError, choices
 from .simulate import one_sentence
 
+if TYPE_CHECKING:
+    from numa_attention.variants import Variant
+
 PHASES = ("decode", "prefill")
+MOST_REQUESTS = 1 << 16
 
 
 def variant(
     q_heads: Annotated[int, typer.Option()],
     kv_heads: Annotated[int, typer.Option()],
-    context: Annotated[int, typer.Option(help="Tokens of each request.")],
+    context: Annotated[str, typer.Option(help="Tokens of each request: 131072, 128k, 1M.")],
     device: Annotated[str, typer.Option(help="A product (MI300X) or generation (gfx942).")],
     head_dim: Annotated[int, typer.Option()] = 128,
     phase: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
-    batch: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=MOST_REQUESTS, help="Requests at a time.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Explain the choice for one layer: kernel, tile, mapping, splits."""
+    """Explain the choice for one layer under the NUMA_SWIZZLE_* settings: kernel, tile, mapping, splits."""
     if phase not in PHASES:
         raise UserError(f"--phase {phase!r} is unknown: choose one of {', '.join(PHASES)}.")
     with one_sentence():
         from numa_attention.machine import dispatch
         from numa_attention.machine.machines import machine as find
+        from numa_attention.machine.plan import tokens as read_tokens
 
+        tokens = read_tokens(context)
         device_model = find(device)
-        kernel = kernel_of(phase, q_heads, kv_heads, head_dim, device)
+        chosen = settings_in_force()
+        kernel = kernel_of(phase, q_heads, kv_heads, head_dim, device, chosen)
         if phase == "prefill":
             choice = dispatch.explain_prefill(
-                device_model, q_heads, kv_heads, head_dim, batch, context, block_m=kernel.block_m
+                device_model,
+                q_heads,
+                kv_heads,
+                head_dim,
+                batch,
+                tokens,
+                block_m=kernel.block_m,
+                asked=chosen.mapping,
             )
         else:
             choice = dispatch.explain_decode(
@@ -47,9 +62,10 @@ def variant(
                 q_heads,
                 kv_heads,
                 batch,
-                context,
+                tokens,
                 workgroups=kernel.workgroups,
                 block_n=kernel.block_n,
+                asked=chosen.mapping,
                 row_blocks=-(-(q_heads // kv_heads) // kernel.block_m),
             )
     if as_json:
@@ -75,23 +91,31 @@ def variant(
         print_table(console, shown)
 
 
-def kernel_of(phase: str, q_heads: int, kv_heads: int, head_dim: int, device: str):
-    """What the dispatcher's table says for bfloat16, one query token a decoding request, pages of 16."""
+def settings_in_force() -> settings.Settings:
+    """Raises UserError where one is wrong."""
+    try:
+        return settings.read()
+    except settings.SettingsError as error:
+        raise UserError(str(error)) from None
+
+
+def kernel_of(
+    phase: str, q_heads: int, kv_heads: int, head_dim: int, device: str, chosen: settings.Settings
+) -> Variant:
+    """What the dispatcher's table says for bfloat16, one query token a decoding request, pages of 16.
+
+    Raises UserError where the device, the shape or a setting does not go together with the others.
+    """
     import torch
 
-    from numa_attention import topology, variants
-    from numa_attention.shapes import LayerShape, UnsupportedShape
+    from numa_attention import topology
+    from numa_attention.shapes import LayerShape
 
+    shape = LayerShape(q_heads, kv_heads, head_dim, head_dim, torch.bfloat16, torch.bfloat16, page_size=16)
     try:
-        shape = LayerShape(
-            q_heads, kv_heads, head_dim, head_dim, torch.bfloat16, torch.bfloat16, page_size=16
-        )
         shape.check()
         known = topology.pretend(device)
-        if phase == "prefill":
-            return variants.choose_prefill(shape, known, "triton")
-        return variants.choose_decode(shape, known, "triton", 1)
-    except UnsupportedShape as error:
-        raise UserError(str(error)) from None
-    except ValueError as error:
-        raise UserError(f"{error}.") from None
+        kernels = choices.kernels_on(known, chosen, pretended=True)
+        return choices.variants_of(shape, known, kernels, chosen)[phase]
+    except (ValueError, ImportError) as error:
+        raise UserError(f"{str(error).rstrip('.')}.") from None

@@ -197,11 +197,23 @@ def prefill_mapping(machine: Machine | None, q_heads: int, kv_heads: int, head_d
 
 
 def explain_prefill(
-    machine: Machine, q_heads: int, kv_heads: int, head_dim: int, batch: int, context: int, *, block_m: int
+    machine: Machine,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    batch: int,
+    context: int,
+    *,
+    block_m: int,
+    asked: str | None = None,
 ) -> Choice:
-    """What a prefill step of `batch` prompts of `context` tokens gets, with rows of `block_m`, and why."""
+    """What a prefill step of `batch` prompts of `context` tokens gets, with rows of `block_m`, and why.
+
+    asked: the mapping that a setting asks for, None where the dispatcher chooses.
+    """
     rows = compare_mappings(machine, q_heads, kv_heads, head_dim, batch, context)
-    mapping = prefill_mapping(machine, q_heads, kv_heads, head_dim)
+    by_itself = prefill_mapping(machine, q_heads, kv_heads, head_dim)
+    mapping = asked or by_itself
     own = next(row for row in rows if row.mapping == mapping)
     worst = max(rows, key=lambda row: row.relative_time)
     reasons = [
@@ -213,7 +225,9 @@ def explain_prefill(
     else:
         how = "measured" if worst.timed else "computed"
         reasons.append(f"{worst.mapping} takes {worst.relative_time:.2f} times as long ({how}).")
-    if own.relative_time > 1 + TIE:
+    if asked is not None:
+        reasons.append(f"NUMA_SWIZZLE_MAPPING asks for {asked}; by itself the dispatcher takes {by_itself}.")
+    elif own.relative_time > 1 + TIE:
         reasons.append(
             f"It takes {own.relative_time:.2f} times as long as the fastest here: one mapping serves all lengths, "
             f"and this one is best at its worst over {', '.join(f'{each:,}' for each in CONTEXTS)} tokens."
@@ -260,10 +274,12 @@ def explain_decode(
     workgroups: int,
     block_n: int,
     row_blocks: int = 1,
+    asked: str | None = None,
 ) -> Choice:
     """How a decode launch of `workgroups` workgroups divides `batch` requests of `context` tokens each, and why.
 
-    block_n: KV tokens a tile. row_blocks: packed tiles of one KV head's query rows. The arithmetic is that of
+    block_n: KV tokens a tile. row_blocks: packed tiles of one KV head's query rows. asked: the mapping that a
+    setting asks for, which decides here only whether it is swizzled. The arithmetic is that of
     decode/work_list.py for equal lengths.
     """
     if kv_heads < 1 or q_heads % kv_heads:
@@ -271,7 +287,8 @@ def explain_decode(
     for name, value in (("batch", batch), ("context", context)):
         if value < 1:
             raise ModelError(f"{name} is {value}: it must be at least 1.")
-    domains = machine.dispatch_domains
+    placed = asked is None or asked.startswith("swizzled")
+    domains = machine.dispatch_domains if placed else 1
     accs = batch * kv_heads
     units = accs * row_blocks
     tiles = ceil(context / block_n)
@@ -296,7 +313,14 @@ def explain_decode(
         reasons.append(
             f"{busy} workgroups have work: a split of fewer than {MIN_TILES} tiles costs more to merge than it saves."
         )
-    if domains > 1 and spread > 1:
+    if not placed:
+        reasons.append(
+            f"NUMA_SWIZZLE_MAPPING asks for {asked}, so workgroups are not placed; by itself the dispatcher takes "
+            f"{DECODE_MAPPING}."
+        )
+        # the hardware deals the splits of an ACC to domains in turn
+        spread = min(splits, machine.dispatch_domains)
+    elif domains > 1 and spread > 1:
         reasons.append(
             f"An ACC lies on up to {spread} domains: every domain gets the same work, "
             "as one cannot draw the whole memory bandwidth."
@@ -309,7 +333,7 @@ def explain_decode(
     return Choice(
         "decode",
         machine.name,
-        DECODE_MAPPING,
+        DECODE_MAPPING if placed else DECODE_MAPPING.removeprefix("swizzled-"),
         domains,
         workgroups,
         busy,

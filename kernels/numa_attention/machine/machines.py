@@ -270,6 +270,8 @@ def machine(name: str) -> Machine:
         return MACHINES[wanted]
     if wanted in GENERATIONS:
         return GENERATIONS[wanted]
+    if wanted == "cpu":
+        raise ModelError("the machine model has no CPU: it knows the L2 caches of GPUs alone. Name a GPU.")
     known = ", ".join(known.name for known in MACHINES.values())
     raise ModelError(
         f"unknown machine {name!r}: choose one of {known}, or a generation: {', '.join(GENERATIONS)}."

@@ -224,6 +224,8 @@ def tokens(text: str) -> int:
         value = 0
     if value < 1:
         raise ModelError(f"{text!r} is no number of tokens: write 131072, 128k or 1M.")
+    if value > MOST_TOKENS:
+        raise ModelError(f"{text} tokens are too many: vLLM counts those of a request up to {MOST_TOKENS:,}.")
     return value
 
 
@@ -335,8 +337,6 @@ def make_plan(
     for name, value in (("gpus", gpus), ("context", context), ("requests", requests)):
         if value < 1:
             raise ModelError(f"{name} is {value}: it must be at least 1.")
-    if context > MOST_TOKENS:
-        raise ModelError(f"context is {context:,}: vLLM counts a request's tokens up to {MOST_TOKENS:,}.")
     if not 0 < utilisation <= 1:
         raise ModelError(f"memory utilisation is {utilisation}: it must be above 0 and at most 1.")
     if kv_dtype not in KV_BYTES:

@@ -2,7 +2,7 @@
 
     python -m numa_attention.testing.offline --device gfx942 --subset
 
-Exit code 1 if a kernel spills registers or takes more LDS than the device has.
+Exit code 1 if a kernel does not compile, spills registers or takes more LDS than the device has.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import triton
 
+from numa_attention.decode import cdna5_variant
 from numa_attention.terminal import output_errors_in_one_sentence, print_table, table
 from numa_attention.testing import isa
 from numa_attention.testing.capture import TARGETS, Call, compile_call
@@ -46,6 +47,7 @@ class Report:
     tile: block_m x block_n, warps, stages; empty for kernels that have no variant. whole, main_loop: instructions of
     each kind (see `isa`) in the kernel and in the loop over tiles that need no mask; loop_length: all its instructions.
     announcements: on AMD, how each atomic of a merge follows the stores that it announces, see `isa.announcements`.
+    failure: why it does not compile, empty where it does.
     """
 
     generation: str
@@ -59,10 +61,11 @@ class Report:
     loop_length: int
     announcements: list[str]
     seconds: float
+    failure: str = ""
 
     def faults(self) -> list[str]:
         """What is wrong with it; empty if nothing is."""
-        found = []
+        found = [f"does not compile: {self.failure}"] if self.failure else []
         if self.resources.shared > self.shared_limit:
             found.append(f"needs {self.resources.shared} bytes of LDS, there are {self.shared_limit}")
         if self._spills() and not self._accepted():
@@ -106,7 +109,14 @@ def reports(generation: str, calls: list[tuple[Call, str]], **tile: int | str) -
     topology = pretend(generation)
     for call, step in calls:
         start = time.perf_counter()
-        for compiled in compile_call(call, generation, step, **tile):
+        try:
+            kernels = compile_call(call, generation, step, **tile)
+        except Exception as error:  # whatever a compiler raises: the other kernels are still of interest
+            yield _not_compiled(
+                generation, call, step, topology.shared_bytes, error, time.perf_counter() - start
+            )
+            continue
+        for compiled in kernels:
             resources, code = isa.inspect(compiled.result, topology.shared_bytes)
             variant, loop = compiled.variant, code.main_loop() if compiled.variant else None
             yield Report(
@@ -124,6 +134,18 @@ def reports(generation: str, calls: list[tuple[Call, str]], **tile: int | str) -
                 announcements=isa.announcements(code) if generation.startswith("gfx") else [],
                 seconds=time.perf_counter() - start,
             )
+
+
+def _not_compiled(
+    generation: str, call: Call, step: str, shared_limit: int, error: Exception, seconds: float
+) -> Report:
+    nothing = isa.Resources(registers=0, spills=0, scratch=0, shared=0, occupancy=0)
+    # Triton's messages begin with the place in the kernel and end with the cause
+    cause = ([line.strip() for line in str(error).splitlines() if line.strip()] or [""])[-1]
+    failure = f"{type(error).__name__}: {cause}"
+    return Report(
+        generation, step, describe(call), "", nothing, shared_limit, {}, {}, 0, [], seconds, failure=failure
+    )
 
 
 def _row(report: Report) -> list[str]:
@@ -151,9 +173,54 @@ COLUMNS = (
 )  # fmt: skip
 
 
+# what --tile can replace, and the least value of a number
+POWERS_OF_2 = {"block_m": 16, "block_n": 16, "num_warps": 1, "kpack": 1}
+COUNTS = {"num_stages": 1}
+FORMS = cdna5_variant.FORMS
+
+
 def _tile(text: str) -> dict[str, int | str]:
-    fields = (part.split("=") for part in text.split(","))
-    return {name: int(value) if value.isdigit() else value for name, value in fields}
+    """The fields of a variant in "block_n=128,num_warps=8". Raises ArgumentTypeError with what can be written."""
+    fields: dict[str, int | str] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        least = POWERS_OF_2.get(name, COUNTS.get(name))
+        if name == "form":
+            if value not in FORMS:
+                raise argparse.ArgumentTypeError(
+                    f"form={value} is unknown: choose one of {', '.join(FORMS)}."
+                )
+            fields[name] = value
+        elif least is None:
+            known = ", ".join((*POWERS_OF_2, *COUNTS, "form"))
+            raise argparse.ArgumentTypeError(f"{part!r} sets nothing: write NAME=VALUE, NAME one of {known}.")
+        else:
+            number = int(value) if value.isdecimal() else 0
+            if number < least or (name in POWERS_OF_2 and number & (number - 1)):
+                kind = "power of two" if name in POWERS_OF_2 else "number"
+                raise argparse.ArgumentTypeError(f"{name}={value} must be a {kind} of at least {least}.")
+            fields[name] = number
+    return fields
+
+
+def _wanted(generation: str, options: argparse.Namespace) -> list[tuple[Call, str]]:
+    """(call, step) that the command line asks for."""
+    return [
+        (call, step)
+        for call, step in (common_calls(generation) if options.subset else all_calls(generation))
+        if options.only in describe(call) and (not options.step or step in options.step)
+    ]
+
+
+def _nothing_wanted(generations: Sequence[str], options: argparse.Namespace) -> str:
+    """What there is, where nothing matches."""
+    everything = argparse.Namespace(subset=options.subset, only="", step=options.step)
+    there = [describe(call) for generation in generations for call, _ in _wanted(generation, everything)]
+    if not there:
+        return f"--subset has no layer for --step {' '.join(options.step)}: leave out --subset."
+    return f"--only {options.only!r} is in no layer's name; there are:\n  " + "\n  ".join(
+        dict.fromkeys(there)
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -172,14 +239,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     faulty = 0
     rows = []
-    for generation in options.device or TARGETS:
-        calls = common_calls(generation) if options.subset else all_calls(generation)
-        calls = [
-            (call, step)
-            for call, step in calls
-            if options.only in describe(call) and (not options.step or step in options.step)
-        ]
-        for report in reports(generation, calls, **options.tile):
+    generations = options.device or list(TARGETS)
+    calls = {generation: _wanted(generation, options) for generation in generations}
+    if not any(calls.values()):
+        parser.error(_nothing_wanted(generations, options))
+    for generation in generations:
+        for report in reports(generation, calls[generation], **options.tile):
             faults = report.faults()
             faulty += bool(faults)
             if options.json:
@@ -206,7 +271,9 @@ def _print_table(rows: list[tuple[list[str], list[str]]]) -> None:
     for cells, faults, notes in rows:
         for line in faults + notes:
             style = "red" if faults else None
-            console.print(f"{' '.join(cells[:4])}: {line}", style=style, markup=False, soft_wrap=True)
+            console.print(
+                f"{' '.join(filter(None, cells[:4]))}: {line}", style=style, markup=False, soft_wrap=True
+            )
 
 
 if __name__ == "__main__":
