@@ -252,6 +252,11 @@ def explain_prefill(
     )
 
 
+def bytes_needed(machine: Machine) -> float:
+    """Bytes that each unit must have on their way to draw the memory's bandwidth."""
+    return machine.memory_bandwidth.value * machine.cache.miss_latency / machine.units
+
+
 def workgroups_per_unit(machine: Machine | None, bytes_in_flight: int) -> int:
     """Decode workgroups a compute unit, each with `bytes_in_flight` of K and V on their way.
 
@@ -260,7 +265,7 @@ def workgroups_per_unit(machine: Machine | None, bytes_in_flight: int) -> int:
     """
     if machine is None:
         return LEAST_WORKGROUPS_PER_UNIT
-    needed = machine.memory_bandwidth.value * machine.cache.miss_latency / machine.units
+    needed = bytes_needed(machine)
     return min(max(ceil(needed / bytes_in_flight), LEAST_WORKGROUPS_PER_UNIT), MOST_WORKGROUPS_PER_UNIT)
 
 
@@ -309,6 +314,11 @@ def explain_decode(
         f"{accs} ACC{'s' * (accs > 1)} (requests x KV heads) of {tiles:,} tiles for {workgroups} workgroups: "
         f"{splits} split{several} of each, of at most {split_tokens:,} tokens."
     ]
+    per_unit, bandwidth = workgroups / machine.units, machine.memory_bandwidth.value / 1e12
+    reasons.append(
+        f"{per_unit:.0f} workgroup{'s' * (per_unit > 1)} a unit: {bytes_needed(machine) / 1e3:.0f} KB must be on their "
+        f"way to each to draw {bandwidth:.1f} TB/s (computed), and one loads while another computes."
+    )
     if busy < workgroups:
         reasons.append(
             f"{busy} workgroups have work: a split of fewer than {MIN_TILES} tiles costs more to merge than it saves."
@@ -326,7 +336,7 @@ def explain_decode(
             "as one cannot draw the whole memory bandwidth."
         )
     elif splits > 1:
-        reasons.append("The splits of an ACC lie on one domain: they are merged through its L2.")
+        reasons.append("The splits of an ACC lie on one domain.")
     reasons.append(
         "Every K/V byte is read once, so no mapping saves memory traffic in decode: the hit rate does not decide it."
     )
