@@ -90,8 +90,10 @@ def make_planner(
         topology=options.pop("topology", test_topology(device)),
         **options,
     )
-    planner.decode_buffers.partial_acc.fill_(math.nan)
-    planner.decode_buffers.partial_ml.fill_(math.nan)
+    for buffers in (planner.decode_buffers, planner.extend_buffers):
+        if buffers is not None:
+            buffers.partial_acc.fill_(math.nan)
+            buffers.partial_ml.fill_(math.nan)
     return planner
 
 
@@ -143,7 +145,9 @@ def check_planned(
     schedule = planner.plan(step_of(case, num_decodes, causal, options.get("spans") is not None))
     attention.ran.clear()
     out, lse = run(case, schedule, **options)
-    ran = {plan.variant.name for plan in (schedule.decode, schedule.prefill) if plan is not None}
+    ran = {
+        plan.variant.name for plan in (schedule.decode, schedule.prefill, schedule.extend) if plan is not None
+    }
     assert set(attention.ran) == ({handed_to} if handed_to else ran), (
         "other kernels ran than the schedule names"
     )

@@ -27,7 +27,8 @@ from tests.support import make_paged_case
 lists = {
     "requests": st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 8)), min_size=1, max_size=9),
     "kv_heads": st.integers(1, 9),
-    "row_blocks": st.integers(1, 3),
+    "group": st.integers(1, 9),
+    "block_m": st.sampled_from([1, 16, 32]),
     "block_n": st.sampled_from([16, 64, 128]),
     "window": st.sampled_from([-1, 0, 100]),
     "workgroups": st.integers(1, 40),
@@ -44,11 +45,11 @@ def build(requests, **options):
 
 @given(**lists)
 def test_every_tile_is_listed_once_and_ranges_are_even(
-    requests, kv_heads, row_blocks, block_n, window, workgroups, min_tiles, domains
+    requests, kv_heads, group, block_m, block_n, window, workgroups, min_tiles, domains
 ):
     workgroups = -(-workgroups // domains) * domains
     seq_lens, query_lens, ranges, items = build(
-        requests, kv_heads=kv_heads, row_blocks=row_blocks, block_n=block_n, window=window,
+        requests, kv_heads=kv_heads, group=group, block_m=block_m, block_n=block_n, window=window,
         workgroups=workgroups, min_tiles=min_tiles, domains=domains,
     )  # fmt: skip
     # every domain has as many ranges as the others, give or take one, and neighbours share a domain
@@ -71,8 +72,10 @@ def test_every_tile_is_listed_once_and_ranges_are_even(
                 assert slot not in slots and slot < 2 * workgroups
                 slots.add(slot)
             listed.setdefault(unit, []).append(item)
-    active = [r for r in range(len(requests)) if query_lens[r] > 0]
-    assert set(listed) == {(r, h, b) for r in active for h in range(kv_heads) for b in range(row_blocks)}
+    blocks = -(-query_lens * group // block_m)
+    assert set(listed) == {
+        (r, h, b) for r in range(len(requests)) for h in range(kv_heads) for b in range(blocks[r])
+    }
     for (request, _, _), parts in listed.items():
         assert [part[SPLIT] for part in parts] == list(range(len(parts)))
         assert all(part[SPLITS] == len(parts) for part in parts)
@@ -94,14 +97,15 @@ def test_device_form_equals_host_form(seed, device):
     requests = int(random.integers(1, 9))
     query_lens = random.integers(0, 9, requests)
     seq_lens = np.maximum(random.integers(0, 3000, requests), query_lens)
-    kv_heads, row_blocks, workgroups = (
+    kv_heads, group, workgroups = (
         int(random.integers(1, 9)),
-        int(random.integers(1, 3)),
+        int(random.integers(1, 9)),
         int(random.integers(1, 40)),
     )
     options = {
         "kv_heads": kv_heads,
-        "row_blocks": row_blocks,
+        "group": group,
+        "block_m": 16,
         "block_n": 64,
         "window": [-1, 100][seed % 2],
         "min_tiles": 1 + seed % 3,
@@ -111,10 +115,13 @@ def test_device_form_equals_host_form(seed, device):
     expected_ranges, expected_items = build_on_host(seq_lens, query_lens, workgroups=workgroups, **options)
     ranges = torch.full((workgroups, 2), -7, dtype=torch.int32, device=device)
     items = torch.full(
-        (capacity(16, kv_heads, row_blocks, workgroups), 8), -7, dtype=torch.int32, device=device
+        (capacity(16, kv_heads, 8 * group // 16 + 1, workgroups), 8), -7, dtype=torch.int32, device=device
     )
-    starts = torch.tensor([0, *query_lens.cumsum()], dtype=torch.int32, device=device)
-    lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    # the list may be that of a step's later requests
+    options["first_request"] = before = seed % 3
+    expected_items[:, REQUEST] += before
+    starts = torch.tensor([0] * before + [0, *query_lens.cumsum()], dtype=torch.int32, device=device)
+    lengths = torch.tensor([77] * before + [*seq_lens], dtype=torch.int32, device=device)
     build_on_device(lengths, starts, ranges, items, num_requests=requests, max_requests=16, **options)
     ranges, items = ranges.cpu().numpy(), items.cpu().numpy()
     assert (ranges[:, 1] == expected_ranges[:, 1]).all()

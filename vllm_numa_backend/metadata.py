@@ -246,7 +246,11 @@ def layer_shape(layer: Any, kv_cache_spec: Any, default_dtype: torch.dtype) -> L
 def _announce(schedule: Schedule) -> None:
     """Log once per process what runs for a phase and a layer shape."""
     shape = schedule.shape
-    for phase, part in (("decode", schedule.decode), ("prefill", schedule.prefill)):
+    for phase, part in (
+        ("decode", schedule.decode),
+        ("prefill", schedule.prefill),
+        ("extend", schedule.extend),
+    ):
         if part is not None and (phase, shape) not in _announced:
             _announced.add((phase, shape))
             heads = f"{shape.q_heads}/{shape.kv_heads} heads of {shape.head_dim}"

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from numa_attention import aiter_adapter
-from numa_attention.schedule import Schedule, StepBatch
+from numa_attention.schedule import DecodeSchedule, Schedule, StepBatch
 from numa_attention.shapes import CONTIGUOUS, FLOAT8, LayerShape
 
 # the kernels that take every option; special ones refuse what they lack, and `variants` picks them only for layers
@@ -16,11 +16,13 @@ GENERAL = frozenset(
     {
         "portable-decode",
         "portable-prefill",
+        "portable-extend",
         "cdna5-decode",
         "cdna5-cluster-decode",
         "cdna5-prefill",
         "torch-decode",
         "torch-prefill",
+        "torch-extend",
     }
 )
 # launches of each variant since the last `ran.clear()`: what really ran, for tests and reports
@@ -96,7 +98,7 @@ def attend(
         v_scale=v_scale,
         lse=lse,
     )
-    plans = (schedule.decode, schedule.prefill)
+    plans = (schedule.decode, schedule.prefill, schedule.extend)
     if out_scale is not None and any(plan is not None and plan.variant.name not in GENERAL for plan in plans):
         # a special kernel's output is quantised after it
         plain = torch.empty(out.shape, dtype=shape.dtype, device=out.device)
@@ -123,7 +125,7 @@ def attend(
             except BaseException:
                 # an interpreted launch that stops half-way leaves counts behind that the next would add to
                 if q.device.type == "cpu":
-                    if plan is schedule.decode:
+                    if isinstance(plan, DecodeSchedule):
                         plan.arrivals.zero_()
                     if plan.queues is not None:
                         plan.queues.zero_()
@@ -221,6 +223,8 @@ def kernel_of(name: str):
     if name not in _kernels:
         if name == "portable-decode":
             from numa_attention.decode.portable import decode as function
+        elif name == "portable-extend":
+            from numa_attention.decode.portable import extend as function
         elif name == "portable-prefill":
             from numa_attention.prefill.portable import prefill as function
         elif name == aiter_adapter.DECODE:
@@ -239,6 +243,8 @@ def kernel_of(name: str):
             from numa_attention.prefill.cdna5 import prefill as function
         elif name == "torch-decode":
             from numa_attention.torch_walk import decode as function
+        elif name == "torch-extend":
+            from numa_attention.torch_walk import extend as function
         elif name == "torch-prefill":
             from numa_attention.torch_walk import prefill as function
         else:

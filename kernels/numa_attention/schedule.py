@@ -5,6 +5,7 @@
     step (query_start_loc, seq_lens, block_table)
       |  requests [0, num_decodes): few query tokens each  ->  decode work list   (decode/work_list.py)
       |  requests [num_decodes, R): the rest                ->  prefill tile list  (prefill/tile_list.py)
+      |     few tiles of them over long prefixes             ->  work list again, as in decode
 
 A `Planner` belongs to one layer shape and owns every buffer that a schedule points to, with sizes that depend on the
 planner alone. Planning reads nothing back from the device, and a decode launch has a fixed grid, so that a captured
@@ -26,7 +27,14 @@ from numa_attention.mapping import check_mapping
 from numa_attention.mapping import tiles as host_tiles
 from numa_attention.shapes import CONTIGUOUS, LayerShape
 from numa_attention.topology import Topology, detect
-from numa_attention.variants import Variant, choose_decode, choose_prefill, next_power_of_2, place
+from numa_attention.variants import (
+    Variant,
+    choose_decode,
+    choose_extend,
+    choose_prefill,
+    next_power_of_2,
+    place,
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,15 @@ class Schedule:
     decode: DecodeSchedule | None
     prefill: PrefillSchedule | None
     tokens: int = 0
+    extend: DecodeSchedule | None = None
+
+
+# when prefilling requests are split as in decode: prefixes this long and this many times their queries, and units that
+# leave so much of the device idle; computed from what idles, not measured
+EXTEND_KEYS, EXTEND_RATIO, EXTEND_FILL = 2048, 8, 4
+EXTEND_TILES = (
+    4  # of KV that a workgroup is given at least: a part of 64 rows costs as much as half a tile or one
+)
 
 
 class Planner:
@@ -114,6 +131,8 @@ class Planner:
     aiter: "auto", "never" or "always" use AMD's own kernels; features: what the layer's calls have, of "sinks",
     "alibi", "soft_cap" and "lse"; see `aiter_adapter`. decode_variant, prefill_variant: instead of the dispatcher's, to
     measure others.
+    extend: whether a few query tiles over a long prefix are split over the device instead of prefilled, None for GPUs
+    only.
     clusters: on gfx1250, steps whose units fill the device and whose pages are long enough are decoded in clusters of
     workgroups (`decode/cdna5_cluster.py`), which does not balance uneven lengths.
 
@@ -136,6 +155,7 @@ class Planner:
         aiter: str = "never",
         features: frozenset[str] = frozenset(),
         placement: str = "dispatch",
+        extend: bool | None = None,
         decode_variant: Variant | None = None,
         prefill_variant: Variant | None = None,
     ):
@@ -180,6 +200,10 @@ class Planner:
         self._clusters: dict[int, DecodeSchedule | None] = {}  # by decoding requests
         self.row_blocks = -(-shape.group * max_decode_query // self.decode_variant.block_m)
         self.decode_buffers = self._make_decode_buffers()
+        self.extend_buffers = None
+        if topology.generation != "cpu" if extend is None else extend:
+            variant = choose_extend(shape, topology, self.kernels, mapping)
+            self.extend_buffers = self._make_buffers(variant, 2 * variant.workgroups)
         self._seq_lens = torch.empty(max_requests, dtype=torch.int32, device=self.device)
         self._causal = torch.empty(max_requests, dtype=torch.int32, device=self.device)
         self._starts = torch.zeros(2, max_requests + 1, dtype=torch.int32, device=self.device)
@@ -188,10 +212,17 @@ class Planner:
         self._tiles = torch.empty(tiles, 4, dtype=torch.int32, device=self.device)
 
     def _make_decode_buffers(self) -> DecodeSchedule:
-        variant, shape = self.decode_variant, self.shape
+        variant = self.decode_variant
+        items = work_list.capacity(
+            self.max_requests, self.shape.kv_heads, self.row_blocks, variant.workgroups
+        )
+        buffers = self._make_buffers(variant, items)
+        one = torch.ones(1, dtype=torch.float32, device=self.device)
+        return replace(buffers, one=one, queues=self._queues[0])
+
+    def _make_buffers(self, variant: Variant, items: int) -> DecodeSchedule:
         workgroups, block_m = variant.workgroups, variant.block_m
-        block_dv = next_power_of_2(max(shape.head_dim_v, 16))
-        items = work_list.capacity(self.max_requests, shape.kv_heads, self.row_blocks, workgroups)
+        block_dv = next_power_of_2(max(self.shape.head_dim_v, 16))
 
         def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
@@ -203,8 +234,6 @@ class Planner:
             arrivals=torch.zeros(2, 2 * workgroups, dtype=torch.int32, device=self.device),
             partial_acc=empty(2 * workgroups, block_m, block_dv, dtype=torch.float32),
             partial_ml=empty(2 * workgroups, 2, block_m, dtype=torch.float32),
-            one=torch.ones(1, dtype=torch.float32, device=self.device),
-            queues=self._queues[0],
         )
 
     def plan(self, batch: StepBatch) -> Schedule:
@@ -226,9 +255,12 @@ class Planner:
             causal = self._causal[: batch.num_requests].copy_(batch.causal)
         batch = replace(batch, seq_lens=seq_lens, causal=causal)
         decode = self._plan_decode(batch) if batch.num_decodes else None
-        prefill = self._plan_prefill(batch) if batch.num_decodes < batch.num_requests else None
+        extend = prefill = None
+        if batch.num_decodes < batch.num_requests:
+            extend = self._plan_extend(batch)
+            prefill = self._plan_prefill(batch) if extend is None else None
         tokens = int(batch.query_start_loc_cpu[-1])
-        return Schedule(batch, self.shape, self.kernels, decode, prefill, tokens)
+        return Schedule(batch, self.shape, self.kernels, decode, prefill, tokens, extend)
 
     def _check(self, batch: StepBatch) -> None:
         requests, decodes = batch.num_requests, batch.num_decodes
@@ -275,17 +307,41 @@ class Planner:
     def _plan_decode(self, batch: StepBatch) -> DecodeSchedule:
         if self.clusters and (in_clusters := self._in_clusters(batch.num_decodes)):
             return in_clusters
-        number, plan, shape = batch.num_decodes, self.decode_buffers, self.shape
+        plan = self.decode_buffers
         if self.decode_variant.name == aiter_adapter.DECODE:
             return plan
+        self._list_work(plan, batch, 0, batch.num_decodes, MIN_TILES)
+        return plan
+
+    def _plan_extend(self, batch: StepBatch) -> DecodeSchedule | None:
+        """The work list of the prefilling requests, or None where prefill tiles are many or prefixes short."""
+        plan, shape = self.extend_buffers, self.shape
+        if plan is None or self.prefill_variant.name == aiter_adapter.PREFILL:
+            return None
+        if batch.max_seq_len < max(EXTEND_KEYS, EXTEND_RATIO * batch.max_query_len):
+            return None
+        query_lens = np.diff(batch.query_start_loc_cpu[batch.num_decodes :].numpy())
+        units = int((-(-query_lens * shape.group // plan.variant.block_m)).sum()) * shape.kv_heads
+        if units == 0 or EXTEND_FILL * units > plan.variant.workgroups:
+            return None
+        self._list_work(plan, batch, batch.num_decodes, len(query_lens), EXTEND_TILES)
+        return plan
+
+    def _list_work(
+        self, plan: DecodeSchedule, batch: StepBatch, first: int, number: int, min_tiles: int
+    ) -> None:
+        """Fill a work list with `number` requests from `first` on."""
+        variant, shape = plan.variant, self.shape
         options = dict(
             kv_heads=shape.kv_heads,
-            row_blocks=self.row_blocks,
-            block_n=self.decode_variant.block_n,
+            group=shape.group,
+            block_m=variant.block_m,
+            block_n=variant.block_n,
             # a span may begin left of every window; the kernel masks what is too much
             window=-1 if batch.has_spans else shape.window,
-            min_tiles=MIN_TILES,
-            domains=self.decode_variant.domains_used,
+            min_tiles=min_tiles,
+            domains=variant.domains_used,
+            first_request=first,
         )
         if self.kernels == "triton":
             from numa_attention.decode.work_list_device import build_on_device
@@ -300,13 +356,13 @@ class Planner:
                 **options,
             )
         else:
-            query_lens = np.diff(batch.query_start_loc_cpu[: number + 1].numpy())
+            query_lens = np.diff(batch.query_start_loc_cpu[first : first + number + 1].numpy())
+            seq_lens = batch.seq_lens[first : first + number].cpu().numpy()
             ranges, items = work_list.build_on_host(
-                batch.seq_lens[:number].cpu().numpy(), query_lens, workgroups=len(plan.ranges), **options
+                seq_lens, query_lens, workgroups=len(plan.ranges), **options
             )
             plan.ranges.copy_(torch.from_numpy(ranges))
             plan.items[: len(items)] = torch.from_numpy(items)
-        return plan
 
     def _plan_prefill(self, batch: StepBatch) -> PrefillSchedule | None:
         variant, shape = self.prefill_variant, self.shape

@@ -151,8 +151,19 @@ def decode(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
 ) -> None:
     """Attention of the decoding requests of `schedule`; see `attention.attend` for shapes."""
-    layer = _Layer(q, k_pages, v_pages, out, schedule, **options)
-    plan = schedule.decode
+    _walk(schedule.decode, _Layer(q, k_pages, v_pages, out, schedule, **options))
+
+
+@_one_thread()
+def extend(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
+) -> None:
+    """Attention of prefilling requests that are few tiles over long prefixes; see `attention.attend` for shapes."""
+    _walk(schedule.extend, _Layer(q, k_pages, v_pages, out, schedule, **options))
+
+
+def _walk(plan, layer: _Layer) -> None:
+    """The items of a work list, and the merge of what is split."""
     block_n, block_m = plan.variant.block_n, plan.variant.block_m
     ranges, items = plan.ranges.numpy(), plan.items.numpy()
     parts: dict[int, tuple] = {}

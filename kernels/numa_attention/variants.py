@@ -327,16 +327,6 @@ def choose_decode(
     else:
         name, form = "portable-decode" if kernels == "triton" else "torch-decode", ""
         tile = _tile(DECODE_TILES, shape, topology, rows)
-    domains = topology.dispatch_domains
-    tile_bytes = tile.block_n * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
-    workgroups = topology.compute_units
-    if topology.generation != "cpu":
-        workgroups *= per_unit or dispatch.workgroups_per_unit(
-            machine_of(topology), tile_bytes * tile.num_stages
-        )
-    # a decode work list is head-first by construction (one tile holds a whole group): only the placement varies
-    if mapping is not None:
-        mapping = "swizzled-head-first" if mapping.startswith("swizzled") else "head-first"
     variant = Variant(
         name,
         "decode",
@@ -344,9 +334,9 @@ def choose_decode(
         tile.block_n,
         tile.num_warps,
         tile.num_stages,
-        -(-workgroups // domains) * domains,
-        mapping or dispatch.DECODE_MAPPING,
-        domains,
+        _decode_workgroups(shape, topology, tile, per_unit),
+        _decode_mapping(mapping),
+        topology.dispatch_domains,
         form,
         f"cdna5-decode {obstacle}" if obstacle else "",
         in_float16=_in_float16(shape, topology),
@@ -357,6 +347,47 @@ def choose_decode(
 def _in_float16(shape: LayerShape, topology: Topology) -> bool:
     """Where float8 becomes float16 in fewer instructions than bfloat16; not so on AMD."""
     return shape.kv_dtype in FLOAT8 and shape.dtype == torch.bfloat16 and family(topology) != "amd"
+
+
+def choose_extend(shape: LayerShape, topology: Topology, kernels: str, mapping: str | None = None) -> Variant:
+    """The variant for a few query tiles over a long cached prefix, which a prefill launch would not fill a device with.
+
+    It is the portable decode kernel with its splits and its tallest tile; how many row blocks there are follows the
+    step.
+    """
+    tile = _tile(DECODE_TILES, shape, topology, DECODE_MAX_ROWS)
+    variant = Variant(
+        "portable-extend" if kernels == "triton" else "torch-extend",
+        "extend",
+        DECODE_MAX_ROWS,
+        tile.block_n,
+        tile.num_warps,
+        tile.num_stages,
+        _decode_workgroups(shape, topology, tile),
+        _decode_mapping(mapping),
+        topology.dispatch_domains,
+        in_float16=_in_float16(shape, topology),
+    )
+    return with_matrix_shape(variant, shape, topology)
+
+
+def _decode_workgroups(shape: LayerShape, topology: Topology, tile: Tile, per_unit: int | None = None) -> int:
+    """Workgroups that fill a device, a multiple of its domains. per_unit: of a compute unit, None for the model's."""
+    domains = topology.dispatch_domains
+    tile_bytes = tile.block_n * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
+    workgroups = topology.compute_units
+    if topology.generation != "cpu":
+        workgroups *= per_unit or dispatch.workgroups_per_unit(
+            machine_of(topology), tile_bytes * tile.num_stages
+        )
+    return -(-workgroups // domains) * domains
+
+
+def _decode_mapping(mapping: str | None) -> str:
+    """A work list is head-first by construction (one tile holds a whole group): only the placement varies."""
+    if mapping is None:
+        return dispatch.DECODE_MAPPING
+    return "swizzled-head-first" if mapping.startswith("swizzled") else "head-first"
 
 
 def _cdna5_obstacle(shape: LayerShape, topology: Topology, kernels: str) -> str | None:

@@ -428,7 +428,17 @@ def decode(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
 ) -> None:
     """Attention of the decoding requests of a `schedule.Schedule`; see `attention.attend` for the rest."""
-    plan = schedule.decode
+    _run(schedule.decode, q, k_pages, v_pages, out, schedule, **options)
+
+
+def extend(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
+) -> None:
+    """Attention of prefilling requests that are few tiles over long prefixes; see `attention.attend` for the rest."""
+    _run(schedule.extend, q, k_pages, v_pages, out, schedule, **options)
+
+
+def _run(plan, q, k_pages, v_pages, out, schedule, **options) -> None:
     own = (plan.ranges, plan.items, plan.arrivals, plan.partial_acc, plan.partial_ml)
     own += (plan.ranges if plan.queues is None else plan.queues,)
     _launch(plan.variant.workgroups, own, plan.variant, q, k_pages, v_pages, out, schedule, **options)

@@ -1,9 +1,10 @@
 """The work list of a decode step: which workgroup reads which KV tiles of which request.
 
-A *unit* is one (request, KV head, row block): one packed GQA tile and all the KV tiles it reads. Units are laid one
-after the other, request by request, and the line of all their tiles is cut into equal contiguous ranges, one a
-workgroup. A unit that lies in several ranges is *split*; its parts are merged by the workgroup that arrives last.
-Equal ranges balance uneven lengths, fill the device at batch 1, and leave at most two partial results a workgroup.
+A *unit* is one (request, KV head, row block): one packed GQA tile and all the KV tiles it reads. A request of n query
+tokens has ceil(n * group / block_m) row blocks. Units are laid one after the other, request by request, and the line of
+all their tiles is cut into equal contiguous ranges, one a workgroup. A unit that lies in several ranges is *split*; its
+parts are merged by the workgroup that arrives last. Equal ranges balance uneven lengths, fill the device at batch 1,
+and leave at most two partial results a workgroup.
 
 The list has two arrays, built by `build_on_device` (one launch, no host synchronisation) or `build_on_host` (the same
 definition in numpy):
@@ -48,18 +49,22 @@ def build_on_host(
     query_lens: np.ndarray,
     *,
     kv_heads: int,
-    row_blocks: int,
+    group: int,
+    block_m: int,
     block_n: int,
     window: int,
     workgroups: int,
     min_tiles: int,
     domains: int = 1,
+    first_request: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ranges, items) for requests of seq_lens, query_lens int [R]; see the module's text.
 
     min_tiles: the fewest tiles a workgroup is given while another could take them. domains: they divide workgroups.
+    first_request: what the items call the first of these requests.
     """
-    items = np.full((capacity(len(seq_lens), kv_heads, row_blocks, workgroups), ITEM_FIELDS), -1, np.int32)
+    blocks = -(-np.maximum(query_lens, 0).astype(np.int64) * group // block_m)
+    items = np.full((int(blocks.sum()) * kv_heads + workgroups, ITEM_FIELDS), -1, np.int32)
     ranges = np.zeros((workgroups, 2), np.int32)
     requests = np.flatnonzero(query_lens > 0)  # padding requests have no queries
     if len(requests) == 0:
@@ -70,7 +75,9 @@ def build_on_host(
     )
     # a request with queries but no keys still has its output written: it takes one empty tile
     tiles = np.maximum(-(-seq_lens // block_n) - begin, 1)
-    units = kv_heads * row_blocks
+    blocks = blocks[requests]
+    units = kv_heads * blocks
+    first_unit = np.cumsum(units) - units
     unit_begin = np.concatenate(([0], np.cumsum(np.repeat(tiles, units))))
     total = int(unit_begin[-1])
     used = min(workgroups, -(-total // min_tiles))
@@ -83,13 +90,14 @@ def build_on_host(
         last = int(np.searchsorted(unit_begin, high, side="left")) - 1
         ranges[row_of(workgroup, used, workgroups, domains)] = (first + workgroup, last - first + 1)
         unit = np.arange(first, last + 1)
-        active = unit // units
+        active = np.searchsorted(first_unit, unit, side="right") - 1
+        own = unit - first_unit[active]
         start = begin[active] - unit_begin[unit]
         items[unit + workgroup] = np.stack(
             (
-                requests[active],
-                unit % units // row_blocks,
-                unit % row_blocks,
+                first_request + requests[active],
+                own // blocks[active],
+                own % blocks[active],
                 start + np.maximum(low, unit_begin[unit]),
                 start + np.minimum(high, unit_begin[unit + 1]),
                 workgroup - first_of[unit],

@@ -9,39 +9,40 @@ from numa_attention.jit import kernel
 from numa_attention.variants import next_power_of_2
 
 
-@kernel(do_not_specialize=["num_requests"])
+@kernel(do_not_specialize=["num_requests", "first_request"])
 def work_list_kernel(
     seq_lens,  # int32 [R]
     query_start_loc,  # int32 [R + 1]
     ranges,  # int32 [workgroups, 2]
     items,  # int32 [capacity, 8]
+    first_request,
     num_requests,
     workgroups,
     KV_HEADS: tl.constexpr,
-    ROW_BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DOMAINS: tl.constexpr,
 ):
-    UNITS: tl.constexpr = KV_HEADS * ROW_BLOCKS
     row = tl.program_id(0).to(tl.int64)
     o_r = tl.arange(0, BLOCK_R)
     m_r = o_r < num_requests
-    b_seq = tl.load(seq_lens + o_r, mask=m_r, other=0)
-    b_query = tl.load(query_start_loc + o_r + 1, mask=m_r, other=0) - tl.load(
-        query_start_loc + o_r, mask=m_r, other=0
-    )
+    b_seq = tl.load(seq_lens + first_request + o_r, mask=m_r, other=0)
+    p_start = query_start_loc + first_request + o_r
+    b_query = tl.load(p_start + 1, mask=m_r, other=0) - tl.load(p_start, mask=m_r, other=0)
     if WINDOW >= 0:
         b_begin = tl.maximum(b_seq - b_query - WINDOW, 0) // BLOCK_N
     else:
         b_begin = tl.zeros_like(b_seq)
-    b_active = (b_query > 0).to(tl.int32)
-    b_tiles = tl.maximum((b_seq + BLOCK_N - 1) // BLOCK_N - b_begin, 1) * b_active
-    b_weight = b_tiles.to(tl.int64) * UNITS
+    b_blocks = (b_query * GROUP + BLOCK_M - 1) // BLOCK_M  # 0 for padding requests
+    b_units = b_blocks * KV_HEADS
+    b_tiles = tl.maximum((b_seq + BLOCK_N - 1) // BLOCK_N - b_begin, 1)
+    b_weight = b_tiles.to(tl.int64) * b_units
     b_end = tl.cumsum(b_weight, 0)
-    b_index = tl.cumsum(b_active, 0) - 1
+    b_first_unit = tl.cumsum(b_units, 0) - b_units
     total = tl.sum(b_weight, 0)
     used = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, workgroups)
     # the used ranges are divided evenly over the domains, each of which has workgroups / DOMAINS rows
@@ -60,18 +61,19 @@ def work_list_kernel(
         m_own = o_r == request
         tiles = tl.sum(tl.where(m_own, b_tiles, 0), 0)
         begin = tl.sum(tl.where(m_own, b_begin, 0), 0)
-        index = tl.sum(tl.where(m_own, b_index, 0), 0)
+        blocks = tl.sum(tl.where(m_own, b_blocks, 0), 0)
+        first_unit = tl.sum(tl.where(m_own, b_first_unit, 0), 0)
         request_start = tl.sum(tl.where(m_own, b_end - b_weight, 0), 0)
         unit = (tile - request_start) // tiles
         start = request_start + unit * tiles
         end = start + tiles
         first_workgroup = ((start + 1) * used - 1) // total
         last_workgroup = (end * used - 1) // total
-        item = index.to(tl.int64) * UNITS + unit + workgroup
+        item = first_unit + unit + workgroup
         p_item = items + item * 8
-        tl.store(p_item, request)
-        tl.store(p_item + 1, (unit // ROW_BLOCKS).to(tl.int32))
-        tl.store(p_item + 2, (unit % ROW_BLOCKS).to(tl.int32))
+        tl.store(p_item, first_request + request)
+        tl.store(p_item + 1, (unit // blocks).to(tl.int32))
+        tl.store(p_item + 2, (unit % blocks).to(tl.int32))
         tl.store(p_item + 3, (begin + tile - start).to(tl.int32))
         tl.store(p_item + 4, (begin + tl.minimum(end, high) - start).to(tl.int32))
         tl.store(p_item + 5, (workgroup - first_workgroup).to(tl.int32))
@@ -93,15 +95,18 @@ def build_on_device(
     num_requests: int,
     max_requests: int,
     kv_heads: int,
-    row_blocks: int,
+    group: int,
+    block_m: int,
     block_n: int,
     window: int,
     min_tiles: int,
     domains: int = 1,
+    first_request: int = 0,
 ) -> None:
     """Fill ranges and items (see `decode/work_list.py`) from seq_lens int32 [R], query_start_loc int32 [R + 1].
 
-    max_requests: the most requests a step has; it sizes the program once, whatever a step brings.
+    They are those of a step, of whose requests the list has `num_requests` from `first_request` on. max_requests: the
+    most requests a step has; it sizes the program once, whatever a step brings.
     """
     workgroups = ranges.shape[0]
     work_list_kernel[(workgroups,)](
@@ -109,10 +114,12 @@ def build_on_device(
         query_start_loc,
         ranges,
         items,
+        first_request,
         num_requests,
         workgroups,
         KV_HEADS=kv_heads,
-        ROW_BLOCKS=row_blocks,
+        GROUP=group,
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
         WINDOW=window,
         MIN_TILES=min_tiles,
