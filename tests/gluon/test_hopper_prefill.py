@@ -163,13 +163,52 @@ def test_random_steps(part):
         draw(generator)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+on_sm_90 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the GPU is not sm_90"
 )
+
+
+@pytest.mark.gpu
+@on_sm_90
 @pytest.mark.parametrize("form", [FORM, f"{FORM} staged", "persistent", "ahead copied"])
 def test_on_a_gpu(form):
     check_all(form, "cuda")
+
+
+# KV heads, group, head_dim, head_dim_v, page size, window, soft cap, sinks, form
+GPU_VARIANTS = (
+    (8, 8, 128, 128, 16, -1, 0.0, False, FORM),
+    (2, 4, 128, 128, 64, -1, 0.0, False, f"{FORM} staged"),
+    (3, 3, 64, 64, 16, 100, 0.0, True, FORM),
+    (16, 1, 128, 128, 528, -1, 0.0, False, "ahead copied"),
+    (2, 2, 256, 256, 32, 50, 30.0, False, FORM),
+    (1, 24, 192, 128, 64, -1, 0.0, True, FORM),
+    (2, 5, 128, 128, 128, 700, 0.0, False, "turns persistent roomy"),
+    (1, 128, 64, 64, 48, -1, 5.0, False, FORM),
+)
+
+
+@pytest.mark.gpu
+@on_sm_90
+@pytest.mark.parametrize("index", range(len(GPU_VARIANTS)))
+def test_random_steps_on_a_gpu(index):
+    """NUMA_TEST_CASES (400) steps of few compiled variants over all layouts."""
+    print(f"NUMA_TEST_SEED={SEED}")
+    kv_heads, group, head_dim, head_dim_v, page_size, window, cap, with_sinks, form = GPU_VARIANTS[index]
+    generator = random.Random(SEED * 1000 + index)
+    for _ in range(int(os.environ.get("NUMA_TEST_CASES", "400")) // len(GPU_VARIANTS)):
+        query_lens = [generator.randint(0, 800) for _ in range(generator.randint(1, 5))]
+        query_lens[0] += 1
+        seq_lens = [
+            n + generator.choice((0, 1, 63, generator.randint(0, 3000))) if n else 0 for n in query_lens
+        ]
+        case = bf16_case(
+            query_lens, seq_lens, q_heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim,
+            head_dim_v=head_dim_v, page_size=page_size, layout=generator.choice(LAYOUTS),
+            seed=generator.randrange(1 << 30), device="cuda",
+        )  # fmt: skip
+        sinks = torch.randn(kv_heads * group, device="cuda") if with_sinks else None
+        check_prefill(case, form, device="cuda", window=window, soft_cap=cap, sinks=sinks)
 
 
 # ---- mistakes ----
