@@ -147,6 +147,25 @@ def test_a_kernel_that_does_not_compile_is_reported(monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("generation", "call", "tile", "in_loop", "registers", "accepted"),
+    [
+        ("sm_90", "fp32 d64 g32 p16", "32x64 4w 2s", 48, 255, True),
+        ("sm_90", "bf16 d64 g32 p16", "32x64 4w 2s", 48, 255, False),
+        ("sm_90", "bf16 d64 g32 p16", "32x64 4w 2s", 0, 200, True),  # ptxas chose to
+        ("sm_90", "bf16 d128 g8 p16", "16x128 4w 2s", 2, 255, True),
+        ("gfx950", "fp32 d64 g32 p16", "32x64 4w 2s", 0, 255, False),
+    ],
+)
+def test_spills_that_are_known(generation, call, tile, in_loop, registers, accepted):
+    resources = isa.Resources(registers, spills=48, scratch=88, shared=1, occupancy=8)
+    report = offline.Report(
+        generation, "decode_kernel", call, tile, resources, 2, {}, {"scratch access": in_loop}, 100, [], 1.0
+    )
+    assert bool(report.notes()) == accepted
+    assert bool(report.faults()) == (not accepted)
+
+
 AMD = """
 \ts_load_dword s0, s[0:1], 0x0
 .LBB0_1:
