@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from numa_attention import attention  # noqa: E402
 from numa_attention.schedule import Planner  # noqa: E402
-from numa_attention.terminal import print_table, table  # noqa: E402
+from numa_attention.terminal import output_errors_in_one_sentence, print_table, table  # noqa: E402
 from vllm_numa_backend.bench.cases import Case, make_tensors  # noqa: E402
 from vllm_numa_backend.bench.rows import asked_for  # noqa: E402
 
@@ -84,4 +84,5 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with output_errors_in_one_sentence():
+        typer.run(main)

@@ -33,6 +33,7 @@ from numa_attention import attention, reference  # noqa: E402
 from numa_attention.prefill import hopper_variant  # noqa: E402
 from numa_attention.schedule import Planner  # noqa: E402
 from numa_attention.shapes import LayerShape  # noqa: E402
+from numa_attention.terminal import output_errors_in_one_sentence  # noqa: E402
 from numa_attention.topology import detect  # noqa: E402
 from numa_attention.variants import Variant, choose_prefill  # noqa: E402
 from vllm_numa_backend.bench.cases import Case, make_tensors, prefill_cases  # noqa: E402
@@ -243,4 +244,5 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--measure"]:
         measure(sys.argv[2], chosen_cases(*json.loads(sys.argv[3])), Path(sys.argv[4]))
     else:
-        typer.run(main)
+        with output_errors_in_one_sentence():
+            typer.run(main)

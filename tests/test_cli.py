@@ -285,10 +285,13 @@ def test_a_cause_of_several_lines_is_whole(lines, cause):
 
 
 def test_the_last_message_of_a_log_says_something():
-    told = f"{PREFIX.replace('ERROR', 'INFO')}Starting to load model x..."
-    noise = [f"{PREFIX}  ", f"{PREFIX} █ █▄ v0.32", "Loading safetensors:  50%|#####", "  warnings.warn("]
+    info = PREFIX.replace("ERROR", "INFO")
+    told = f"{info}Starting to load model x..."
+    noise = [f"{info}{text}" for text in ("  ", " █ █▄ v0.32", "  reserved_cpus=[1]")]
+    noise += ["Loading safetensors weights now:  50%|#####", f'{PREFIX}  File "a.py", line 1, in call of it']
     assert demo.last_message([told, *noise]) == "Starting to load model x..."
     assert demo.last_message([]) == "loading vLLM"
+    assert demo.shorten("one two three four five six seven", 20) == "one two three ..."
 
 
 @pytest.mark.parametrize(

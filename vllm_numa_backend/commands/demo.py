@@ -40,7 +40,8 @@ ERROR = re.compile(r"(?:[\w.]+\.)?(\w+(?:Error|Exception|Interrupt): .+)")
 END_OF_MESSAGE = re.compile(
     r"Traceback |During handling|The above exception|\s*For further information|\[rank|\w+(\.\w+)*(Error|Exception): "
 )
-WORDS = re.compile(r"[A-Za-z]{2,}")
+WORDS = re.compile(r"(?<!\S)[A-Za-z]{2,}(?![\w=])")
+LONGEST_LINE = 160  # vLLM logs its whole configuration as one
 HEARTBEAT_S = 15.0  # between signs of life where the output is not a terminal
 
 
@@ -143,21 +144,28 @@ def wait(console: Console, server: Server, timeout: float) -> float:
         nonlocal next_line
         text = f"{elapsed:4.0f} s  {last_message(server.log_lines())}"
         if console.is_terminal:
-            status.update(
-                f"[dim]{escape(textwrap.shorten(text, max(console.width - 4, 20), placeholder=' ...'))}[/]"
-            )
+            status.update(f"[dim]{escape(shorten(text, console.width - 4))}[/]")
         elif elapsed >= next_line:
-            console.print(text, markup=False, soft_wrap=True)
+            console.print(shorten(text, LONGEST_LINE), markup=False, soft_wrap=True)
             next_line += HEARTBEAT_S
 
     with console.status("") as status:
         return server.wait_until_ready(timeout, show)
 
 
+def shorten(text: str, width: int) -> str:
+    """The text in one line of `width` characters, cut between words."""
+    return textwrap.shorten(text, max(width, 20), placeholder=" ...")
+
+
 def last_message(lines: list[str]) -> str:
     """The last line of vLLM's log that says something, without process, level, time and place."""
     for line in reversed(lines):
-        if (found := LOG_LINE.match(line)) and found["level"] and len(WORDS.findall(found["message"])) > 1:
+        if (
+            (found := LOG_LINE.match(line))
+            and found["level"] == "INFO"
+            and len(WORDS.findall(found["message"])) > 2
+        ):
             return found["message"].strip()
     return "loading vLLM"
 

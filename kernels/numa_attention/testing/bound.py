@@ -20,6 +20,7 @@ from math import ceil
 
 from numa_attention.machine.machines import MI450
 from numa_attention.machine.pipeline import LoopStages
+from numa_attention.terminal import output_errors_in_one_sentence, print_table, table
 
 SIMDS = 4  # of a WGP
 LANES = 32
@@ -210,16 +211,14 @@ def compile_form(name: str, kv_heads: int) -> Form:
 
 
 def _print_tables(forms: dict[int, list[Form]], bounds: list[Bound]) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    console = Console(width=180)
+    console = Console(highlight=False)
     load = ASSUMPTIONS.latency * ASSUMPTIONS.clock
-    loops = Table(
+    loops = table(
         "KV heads", "form", "rows", "WMMA cycles", "vector cycles", "LDS bytes", "instructions",
         "exposed by the softmax", "article", "with the load", "in flight, KiB", "hides, us",
-        title="A round of one wave, computed", box=box.SIMPLE,
+        title="A round of one wave, computed", text=("form",),
     )  # fmt: skip
     for kv_heads, each in forms.items():
         for form in each:
@@ -230,10 +229,10 @@ def _print_tables(forms: dict[int, list[Form]], bounds: list[Bound]) -> None:
                 str(ARTICLE_EXPOSED.get(form.name, "")), f"{form.exposed(load):.0f}",
                 f"{form.bytes_in_flight() / 1024:.0f}", f"{in_flight / MI450.memory_bandwidth.value * 1e6:.2f}",
             )  # fmt: skip
-    console.print(loops)
-    shapes = Table(
+    print_table(console, loops)
+    shapes = table(
         "KV heads", "tokens", "GB", "form", "bound, us", "TB/s", "of 20", "of 19.6", "article, TB/s", "what binds",
-        title="Bounds, not measurements", box=box.SIMPLE,
+        title="Bounds, not measurements", text=("form", "what binds"),
     )  # fmt: skip
     for each in bounds:
         shapes.add_row(
@@ -241,8 +240,9 @@ def _print_tables(forms: dict[int, list[Form]], bounds: list[Bound]) -> None:
             f"{each.rate / 1e12:.2f}", f"{each.of_article_peak:.0%}", f"{each.of_peak:.0%}",
             f"{ARTICLE[each.kv_heads] / 1e12:.2f}", each.binds,
         )  # fmt: skip
-    console.print(shapes)
-    console.print("Assumed: " + ", ".join(f"{name} {value:g}" for name, value in asdict(ASSUMPTIONS).items()))
+    print_table(console, shapes)
+    assumed = ", ".join(f"{name} {value:g}" for name, value in asdict(ASSUMPTIONS).items())
+    console.print(f"Assumed: {assumed}", soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -282,4 +282,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with output_errors_in_one_sentence():
+        raise SystemExit(main())
