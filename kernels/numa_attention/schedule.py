@@ -21,7 +21,7 @@ import torch
 
 from numa_attention import aiter_adapter
 from numa_attention.decode import cdna5_variant, work_list
-from numa_attention.jit import resolve
+from numa_attention.jit import resolve, triton_release
 from numa_attention.machine.dispatch import MIN_TILES
 from numa_attention.mapping import check_mapping
 from numa_attention.mapping import tiles as host_tiles
@@ -192,10 +192,8 @@ class Planner:
         self.decode_variant = place(self.decode_variant, placement, topology)
         self.prefill_variant = place(self.prefill_variant, placement, topology)
         self._queues = torch.zeros(2, topology.dispatch_domains + 1, dtype=torch.int32, device=self.device)
-        if clusters and self.decode_variant.name != "cdna5-decode":
-            raise ValueError(
-                f"clusters=True is for the kernel cdna5-decode; this layer has {self.decode_variant.describe()}"
-            )
+        if clusters:
+            self._check_clusters()
         self.clusters = clusters
         self._clusters: dict[int, DecodeSchedule | None] = {}  # by decoding requests
         self.row_blocks = -(-shape.group * max_decode_query // self.decode_variant.block_m)
@@ -210,6 +208,18 @@ class Planner:
         self._prefix = torch.empty(max_requests + 1, dtype=torch.int32, device=self.device)
         tiles = shape.kv_heads * (max_tokens * shape.group // self.prefill_variant.block_m + max_requests)
         self._tiles = torch.empty(tiles, 4, dtype=torch.int32, device=self.device)
+
+    def _check_clusters(self) -> None:
+        """Raises ValueError where decode cannot run in clusters."""
+        if self.decode_variant.name != "cdna5-decode":
+            raise ValueError(
+                f"clusters=True is for the kernel cdna5-decode; this layer has {self.decode_variant.describe()}"
+            )
+        release, oldest = triton_release(), cdna5_variant.OLDEST_TRITON_WITH_CLUSTERS
+        if release is None or release < oldest:
+            raise ValueError(
+                f"clusters=True needs Triton {oldest[0]}.{oldest[1]} or later, found {release}: leave it out"
+            )
 
     def _make_decode_buffers(self) -> DecodeSchedule:
         variant = self.decode_variant

@@ -15,7 +15,10 @@ from numa_attention.topology import pretend
 from tests.gluon.cdna5_step import bf16_case, interpreted, mark_of, small_mi450
 from tests.kernel_step import check_planned, make_planner
 
-pytestmark = pytest.mark.skipif(not gluon_compat.HAS_CLUSTERS, reason="this Triton has no clusters")
+pytestmark = pytest.mark.skipif(
+    gluon_compat.VERSION < cdna5_variant.OLDEST_TRITON_WITH_CLUSTERS,
+    reason="this Triton has no such clusters",
+)
 
 
 def check(case, *, cluster: int, window: int = -1, general: bool = False, seed: int = 0, **options) -> None:
@@ -101,6 +104,14 @@ def shape(page_size: int, kv_dtype: torch.dtype = torch.bfloat16) -> LayerShape:
 )
 def test_steps_that_fit_clusters(page_size, kv_dtype, units, expected):
     assert cdna5_variant.cluster_of(shape(page_size, kv_dtype), units, 512) == expected
+
+
+def test_older_releases_have_no_clusters(monkeypatch):
+    monkeypatch.setattr("numa_attention.schedule.triton_release", lambda: (3, 7))
+    with pytest.raises(ValueError, match="needs Triton 3.8 or later, found"):
+        make_planner(
+            bf16_case([1], [4], page_size=256), kernels="triton", topology=small_mi450(4), clusters=True
+        )
 
 
 def test_other_kernels_have_no_clusters():

@@ -74,11 +74,12 @@ def meet(p_fence, CLUSTER: gl.constexpr, FENCE: gl.constexpr):
     """All workgroups of the cluster meet; what each wrote before, all of them read afterwards."""
     # the barrier orders no memory: a release and an acquire do, which change nothing of the zeros at p_fence
     o_workgroup = gl.arange(0, CLUSTER, FENCE)
+    b_zero = gl.zeros((CLUSTER,), gl.int32, FENCE)
     thread_barrier()
-    gl.atomic_max(p_fence + o_workgroup, 0, sem="release", scope="gpu")
+    gl.atomic_max(p_fence + o_workgroup, b_zero, sem="release", scope="gpu")
     cdna5.cluster.arrive()
     cdna5.cluster.wait()
-    gl.atomic_max(p_fence + o_workgroup, 0, sem="acquire", scope="gpu")
+    gl.atomic_max(p_fence + o_workgroup, b_zero, sem="acquire", scope="gpu")
     thread_barrier()
 
 

@@ -10,6 +10,7 @@ from numa_attention.shapes import CONTIGUOUS, LayerShape
 
 FORMS = ("single", "two-stage", "four-stage")
 OLDEST_TRITON = (3, 7)  # 3.6 cannot assemble it
+OLDEST_TRITON_WITH_CLUSTERS = (3, 8)  # 3.7 takes no product whose batches are divided over a cluster
 TILE_BYTES = (
     16 << 10
 )  # of keys, and of values: three of both leave room for a second workgroup in 320 KB of LDS

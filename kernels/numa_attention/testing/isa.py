@@ -65,6 +65,11 @@ ANNOUNCING = {
 # count; after it what this domain's L2 holds of the others' stores is dropped
 ANNOUNCED = "store wait barrier write back wait atomic invalidate"
 ANNOUNCED_BY_ONE_WAVE = "store wait write back wait atomic invalidate"
+# around a cluster's barrier: one atomic writes back before it, another one invalidates behind it
+MET_IN_A_CLUSTER = [
+    "store wait barrier write back wait atomic barrier",
+    "store wait barrier write back wait atomic barrier atomic invalidate",
+]
 
 _LABEL = re.compile(r"(\.L(?:BB|_x_)\w+):")
 _AMD_INSTRUCTION = re.compile(r"\t([a-z]\w+.*)")

@@ -70,7 +70,10 @@ class Report:
             found.append(f"needs {self.resources.shared} bytes of LDS, there are {self.shared_limit}")
         if self._spills() and not self._accepted():
             found.append(self._spills())
-        for order in self.announcements:
+        in_cluster = bool(self.whole.get("cluster barrier"))
+        if in_cluster and self.announcements != isa.MET_IN_A_CLUSTER:
+            found.append(f"meets its cluster before its part is there: {'; '.join(self.announcements)}")
+        for order in [] if in_cluster else self.announcements:
             if order not in (isa.ANNOUNCED, self._alone()):
                 found.append(f"announces its part too early: {order}")
         return found
