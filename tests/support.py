@@ -35,7 +35,7 @@ class PagedCase:
 
     def poisoned_output(self) -> torch.Tensor:
         """An output full of NaN, [tokens, q_heads, head_dim_v]."""
-        return self.q.new_full((*self.q.shape[:2], self.v_pages.shape[-1]), math.nan)
+        return _nan((*self.q.shape[:2], self.v_pages.shape[-1]), self.q.dtype, self.q.device)
 
 
 def make_paged_case(
