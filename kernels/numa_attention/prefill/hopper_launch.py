@@ -150,12 +150,15 @@ def tensor_map(
 # ---- the launch ----
 
 
-def why_not_call(q, k_pages, v_pages, scale: float, window: int, causal: bool) -> str | None:
+def why_not_call(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, scale: float, window: int, causal: bool
+) -> str | None:
     """What keeps a call from this kernel, of which the schedule knew nothing; None if nothing."""
     for pages in (k_pages, v_pages):
         if matrix_of(pages.shape, pages.stride(), pages.itemsize) is None:
             return f"takes no cache with strides {pages.stride()}: TMA cannot copy its pages"
-    if q.stride(0) % 8 or q.stride(1) % 8 or any(x.data_ptr() % 16 for x in (q, k_pages, v_pages)):
+    addresses = q.data_ptr() | k_pages.data_ptr() | v_pages.data_ptr()
+    if (q.stride(0) | q.stride(1)) % 8 or addresses % 16:
         return "takes queries, keys and values whose rows begin at multiples of 16 bytes"
     if not scale > 0.0:
         return f"takes positive scales, not {scale}"
@@ -212,10 +215,11 @@ def prefill(
     chunk = chunk_of(shape.page_size, variant.block_n)
     # where the kernel copies no queries, their tensor map is not used
     tokens, heads = (ROWS // shape.group, shape.group) if ROWS % shape.group == 0 else (ROWS, 1)
-    queries, keys = [], []
-    for columns in (dim, second or dim):
-        queries.append(tensor_map(q, q.shape, q.stride(), (tokens, heads, columns)))
-        keys.append(_rows_of(k_pages, k_matrix, (chunk, columns)))
+    queries = [tensor_map(q, q.shape, q.stride(), (tokens, heads, dim))] * 2
+    keys = [_rows_of(k_pages, k_matrix, (chunk, dim))] * 2
+    if second:
+        queries[1] = tensor_map(q, q.shape, q.stride(), (tokens, heads, second))
+        keys[1] = _rows_of(k_pages, k_matrix, (chunk, second))
     values = _rows_of(v_pages, v_matrix, (chunk, shape.head_dim_v))
     p_lse = out if lse is None else lse
     integers = (
@@ -231,7 +235,7 @@ def prefill(
         float(scale), float(soft_cap), *integers,
     )  # fmt: skip
     key = (
-        q.get_device(), shape, variant, constants, integers, pointer_traits(q, out, p_lse), out.dtype,
+        q.get_device(), constants, integers, pointer_traits(q, out, p_lse), out.dtype,
         None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype,
     )  # fmt: skip
     workgroups = len(plan.tiles)

@@ -11,9 +11,12 @@ ROWS = gl.constexpr(64)  # rows of the packed tile that one consumer keeps
 BYTES = gl.constexpr(2)  # of an element of queries, keys and values
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Constants:
-    """What one compiled kernel is made for; of a `LayerShape`, a `Form` and the options of a call."""
+    """What one compiled kernel is made for: a layer's shape, a variant and the options of a call.
+
+    Compared by identity, as launches do each time.
+    """
 
     group: int
     dim: int  # columns of keys, or the first of two parts
