@@ -37,6 +37,7 @@ ACCEPTED = {
         "prefill_kernel",
         "128x64 8w 2s",
     ): "spans and float8 queries spill a few registers outside loops",
+    ("sm_100", "decode_kernel", "64x128 4w 3s"): "a float8 cache spills a few registers outside loops",
 }
 
 
