@@ -88,7 +88,7 @@ def tune(case: Case, forms: list[str], deadline: float) -> None:
     for rows in (16, 32, 64):
         if rows < min(needed, 64) or rows > max(16, 2 * needed):
             continue
-        for per_unit in (2, 1, 3):
+        for per_unit in (2, 1):
             for form in forms:
                 variant = candidate(case, rows, form, per_unit)
                 if variant is None or time.time() > deadline:
