@@ -68,9 +68,14 @@ def test_impossible_shapes_are_refused(heads, word, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_in_use_is_kept(tmp_path):
-    with pytest.raises(CheckpointError, match="exists already"):
+@pytest.mark.parametrize(
+    ("file", "reason"), [("model.safetensors", "exists already"), ("notes", "other files")]
+)
+def test_a_folder_in_use_is_kept(file, reason, tmp_path):
+    (tmp_path / file).write_text("mine")
+    with pytest.raises(CheckpointError, match=reason):
         make_checkpoint(tmp_path, SOURCE_HEADS)
+    assert (tmp_path / file).read_text() == "mine"
 
 
 def test_dtype_is_written(base_model, tmp_path):
