@@ -69,7 +69,7 @@ def test_impossible_shapes_are_refused(heads, word, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "reason"), [("model.safetensors", "exists already"), ("notes", "other files")]
+    ("file", "reason"), [("model.safetensors", "holds a model already"), ("notes", "other files")]
 )
 def test_a_folder_in_use_is_kept(file, reason, tmp_path):
     (tmp_path / file).write_text("mine")
