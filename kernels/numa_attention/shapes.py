@@ -66,3 +66,8 @@ class LayerShape:
             raise UnsupportedShape(
                 f"window {self.window} is not supported: give -1 for none, or 0 and more tokens."
             )
+
+
+def chunk_of(page_size: int, block_n: int) -> int:
+    """Tokens of one copy from a page: a power of two that divides the page and the tile, as large as can be."""
+    return min(page_size & -page_size, block_n)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
+from functools import partial
 
 import torch
 
 from numa_attention.decode import cdna5
-from numa_attention.portable_launch import LayerLauncher
 from numa_attention.prefill import cdna5 as prefill_cdna5
 from numa_attention.schedule import Planner, Schedule
-from numa_attention.testing import interpret
 from numa_attention.topology import Topology, pretend
+from tests.gluon import interpreted as under_interpreter
 from tests.kernel_step import check_planned, make_planner
 from tests.support import PagedCase, make_paged_case
+
+interpreted = partial(under_interpreter.interpreted, target="gfx1250")
 
 
 def small_mi450(units: int, domains: int = 1) -> Topology:
@@ -24,25 +23,6 @@ def small_mi450(units: int, domains: int = 1) -> Topology:
     return dataclasses.replace(
         pretend("gfx1250"), compute_units=units, domains=domains, dispatch_domains=domains
     )
-
-
-class Interpreted:
-    """In place of a `jit.Launcher`: interprets under a seed, with some constants changed."""
-
-    def __init__(self, kernel, seed: int = 0, debug: bool = False, **changes) -> None:
-        self.kernel, self.options, self.changes = kernel, dict(seed=seed, debug=debug), changes
-        self.launches = 0
-
-    def __call__(self, key, grid, arguments, constants, options) -> None:
-        self.launches += 1
-        interpret(self.kernel)[grid](*arguments, **constants | self.changes, **options, **self.options)
-
-
-@contextmanager
-def interpreted(launcher: LayerLauncher, kernel, **options) -> Iterator[Interpreted]:
-    """Inside, `launcher` launches `kernel` as `Interpreted` does."""
-    with mock.patch.object(launcher, "_launch", Interpreted(kernel, **options)) as stand_in:
-        yield stand_in
 
 
 def decode_planner(
@@ -89,12 +69,6 @@ def check_decode(case: PagedCase, *, seed: int = 0, debug: bool = False, **optio
     assert stand_in.launches == 1
     assert not schedule.decode.arrivals.any(), "the counters must be zero again"
     return schedule
-
-
-def splits_of(schedule: Schedule) -> torch.Tensor:
-    """The splits of each item of a work list."""
-    ranges, items = schedule.decode.ranges, schedule.decode.items
-    return torch.stack([items[f + n, 6] for f, count in ranges.tolist() for n in range(count)])
 
 
 def bf16_case(*arguments, **options) -> PagedCase:

@@ -22,15 +22,16 @@ class Interpreted:
 
     def __call__(self, key, grid, arguments, constants, options) -> None:
         self.launches += 1
+        options = {name: value for name, value in options.items() if name != "maxnreg"}  # it has no registers
         interpret(self.kernel, target=self.target)[grid](
-            *arguments, **constants | self.changes, num_warps=options["num_warps"], **self.options
+            *arguments, **constants | self.changes, **options, **self.options
         )
 
 
 @contextmanager
-def interpreted(module, kernel, target: str, **options) -> Iterator[Interpreted]:
-    """Inside, the launcher `_launch` of `module` launches `kernel` as `Interpreted` does."""
-    with mock.patch.object(module, "_launch", Interpreted(kernel, target, **options)) as stand_in:
+def interpreted(owner, kernel, target: str, **options) -> Iterator[Interpreted]:
+    """Inside, the launcher `_launch` of a module or of another launcher runs `kernel` as `Interpreted` does."""
+    with mock.patch.object(owner, "_launch", Interpreted(kernel, target, **options)) as stand_in:
         yield stand_in
 
 

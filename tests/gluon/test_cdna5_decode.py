@@ -10,7 +10,7 @@ import torch
 
 from numa_attention import attention, gluon_compat
 from numa_attention.decode import cdna5, cdna5_variant
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import LayerShape, chunk_of
 from numa_attention.testing.gluon import OutOfBounds, Race, Refused
 from numa_attention.topology import pretend
 from numa_attention.variants import choose_decode
@@ -20,8 +20,8 @@ from tests.gluon.cdna5_step import (
     decode_planner,
     interpreted,
     small_mi450,
-    splits_of,
 )
+from tests.gluon.interpreted import splits_of
 from tests.kernel_step import check, run, step_of
 from tests.support import LAYOUTS, make_paged_case
 
@@ -231,7 +231,7 @@ def test_requests_ahead_stay_below_what_the_compiler_lets_be_under_way(page_size
         tile = cdna5_variant.tile_of(shape(kv_dtype=kv_dtype, head_dim=head_dim, page_size=page_size))
         copies = cdna5_variant.copies_of(page_size, tile.block_n)
         assert tile.form == ("four-stage" if 5 * copies <= 11 else "two-stage")
-        assert tile.block_n % cdna5_variant.chunk_of(page_size, tile.block_n) == 0
+        assert tile.block_n % chunk_of(page_size, tile.block_n) == 0
 
 
 @pytest.mark.parametrize(

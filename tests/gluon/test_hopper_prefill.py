@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
+from numa_attention import tensor_maps
 from numa_attention.prefill import hopper, hopper_consumer, hopper_launch, hopper_producer, hopper_variant
 from numa_attention.prefill.hopper_variant import FORM
 from numa_attention.shapes import LayerShape, UnsupportedShape
@@ -276,7 +277,7 @@ def test_mistakes_are_found(right, wrong, tmp_path, monkeypatch):
 def test_a_cache_is_a_matrix(layout, kv_heads):
     case = bf16_case([1], [40], layout=layout, q_heads=kv_heads, kv_heads=kv_heads)
     for pages in (case.k_pages, case.v_pages):
-        matrix = hopper_launch.matrix_of(pages.shape, pages.stride(), pages.itemsize)
+        matrix = tensor_maps.matrix_of(pages.shape, pages.stride(), pages.itemsize)
         rows = pages.as_strided((matrix.rows, matrix.columns), (matrix.row_stride, 1))
         for page, head in itertools.product(range(pages.shape[0]), range(kv_heads)):
             row = page * matrix.page_rows + head * matrix.head_rows
@@ -296,7 +297,7 @@ def test_a_cache_is_a_matrix(layout, kv_heads):
     ],
 )
 def test_caches_that_are_none(stride, why):
-    assert hopper_launch.matrix_of(torch.Size((4, 16, 3, 8)), stride, 2) is None
+    assert tensor_maps.matrix_of(torch.Size((4, 16, 3, 8)), stride, 2) is None
 
 
 def hopper_planner(case, window: int = -1):
@@ -380,8 +381,8 @@ def test_tiles_fit_into_shared_memory_and_registers(dims):
 
 
 def test_tensor_maps_keep_no_memory():
-    address = hopper_launch.Address(1 << 20, torch.bfloat16)
+    address = tensor_maps.Address(1 << 20, torch.bfloat16)
     box = ((64, 64), (64, 1), (16, 64))
-    first = hopper_launch._descriptor_of(address, *box)
-    assert hopper_launch._descriptor_of(hopper_launch.Address(1 << 20, torch.bfloat16), *box) is first
+    first = tensor_maps._descriptor_of(address, *box)
+    assert tensor_maps._descriptor_of(tensor_maps.Address(1 << 20, torch.bfloat16), *box) is first
     assert first.base.data_ptr() == 1 << 20

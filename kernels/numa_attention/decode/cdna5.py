@@ -25,11 +25,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from numa_attention import scores
-from numa_attention.decode.cdna5_variant import FORMS, chunk_of, instruction_depth
+from numa_attention.decode.cdna5_variant import FORMS, instruction_depth
 from numa_attention.gluon_compat import cdna5, thread_barrier, wmma_layout
 from numa_attention.jit import gluon_entry
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import LayerShape, chunk_of
 from numa_attention.variants import Variant
 
 FAN_IN = 16  # parts merged at a time, as in decode/portable.py

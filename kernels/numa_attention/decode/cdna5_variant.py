@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from numa_attention.shapes import CONTIGUOUS, LayerShape
+from numa_attention.shapes import CONTIGUOUS, LayerShape, chunk_of
 
 FORMS = ("single", "two-stage", "four-stage")
 OLDEST_TRITON = (3, 7)  # 3.6 cannot assemble it
@@ -100,11 +100,6 @@ def cluster_of(shape: LayerShape, units: int, workgroups: int) -> tuple[int, int
     while 2 * block_n <= widest and shape.page_size % (2 * cluster * block_n) == 0:
         block_n *= 2
     return cluster, block_n
-
-
-def chunk_of(page_size: int, block_n: int) -> int:
-    """Tokens of one TDM request: a power of two that divides the page and the tile, as large as can be."""
-    return min(page_size & -page_size, block_n)
 
 
 def copies_of(page_size: int, block_n: int) -> int:

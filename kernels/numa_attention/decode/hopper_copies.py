@@ -1,18 +1,12 @@
-"""Decode on sm_90: the warp that asks TMA for the tiles of keys and values, and what it needs to know of the cache."""
+"""Decode on sm_90: the warp that asks TMA for the tiles of keys and values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from numa_attention.gluon_compat import tma_load
-
-SWIZZLE_BYTES = 128  # a row of a tile in shared memory: wider heads are copied in several columns of tiles
 
 
 @gluon.jit
@@ -78,47 +72,3 @@ def produce(
             )  # fmt: skip
             pages = pages_next
             step += 1
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A cache as rows of one length: token t of page p and head h begins at row
-    p * page_rows + h * head_rows + t, column h * head_columns."""
-
-    page_rows: int
-    head_rows: int
-    head_columns: int
-
-
-def rows_of(pages: torch.Tensor) -> Rows | None:
-    """How a strided view [page, token, kv_head, head_dim] lies in rows of its token stride; None where it does not."""
-    page, token, head, _ = pages.stride()
-    itemsize = pages.element_size()
-    if pages.data_ptr() % 16 or token * itemsize % 16 or token == 0 or page % token:
-        return None
-    heads, head_dim = pages.shape[2:]
-    if heads == 1:
-        return Rows(page // token, 0, 0)
-    if head % token == 0:
-        return Rows(page // token, head // token, 0)
-    if head * (heads - 1) + head_dim <= token and head * itemsize % 16 == 0:
-        return Rows(page // token, 0, head)
-    return None
-
-
-def descriptor_of(
-    base, size: torch.Size, stride: tuple[int, ...], rows: Rows, chunk: int
-) -> TensorDescriptor:
-    """The tensor map of a view [page, token, kv_head, head_dim] that `rows_of` describes.
-
-    base: the tensor, or something else with its data_ptr() and dtype. A box has `chunk` rows of 128 bytes, or of a
-    head where that is less.
-    """
-    pages, page_size, heads, head_dim = size
-    bits = 8 * base.dtype.itemsize
-    width = min(head_dim, SWIZZLE_BYTES * 8 // bits)
-    # up to the last row of the last page: rows behind it may lie outside of the storage
-    height = (pages - 1) * rows.page_rows + (heads - 1) * rows.head_rows + page_size
-    columns = (heads - 1) * rows.head_columns + head_dim
-    layout = gl.NVMMASharedLayout(width * bits // 8, bits, 2)
-    return TensorDescriptor(base, [height, columns], [stride[1], 1], [chunk, width], layout)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from numa_attention.decode import portable
 from numa_attention.decode.hopper import decode_kernel
-from numa_attention.decode.hopper_copies import SWIZZLE_BYTES, Rows, descriptor_of, rows_of
 from numa_attention.decode.hopper_variant import PART, registers_of
 from numa_attention.jit import Launcher, gluon_entry, pointer_traits
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import LayerShape, chunk_of
+from numa_attention.tensor_maps import SWIZZLE_BYTES, map_of_rows, matrix_of
 from numa_attention.variants import Variant
 
 FAN_IN = 16  # parts merged at a time, as in decode/portable.py
@@ -85,36 +84,6 @@ def half_operand(block_n: int) -> gl.DistributedLinearLayout:
     )
 
 
-def chunk_of(page_size: int, block_n: int) -> int:
-    """Tokens of one TMA box: a power of two that divides the page and the tile, as large as can be."""
-    return min(page_size & -page_size, block_n)
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a tensor map begins: what a launch needs of a tensor, without keeping its memory."""
-
-    pointer: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
-@lru_cache(maxsize=4096)
-def _tensor_map(
-    address: Address, size: torch.Size, stride: tuple[int, ...], rows: Rows, chunk: int
-) -> TensorDescriptor:
-    return descriptor_of(address, size, stride, rows, chunk)
-
-
-def tensor_map(pages: torch.Tensor, rows: Rows, chunk: int) -> TensorDescriptor:
-    """The tensor map of a cache, made once for each: every layer of every step asks for two."""
-    if pages.device.type == "cpu":  # the interpreter reads the tensor itself
-        return descriptor_of(pages, pages.shape, pages.stride(), rows, chunk)
-    return _tensor_map(Address(pages.data_ptr(), pages.dtype), pages.shape, pages.stride(), rows, chunk)
-
-
 @cache
 def _warn(k_stride: tuple[int, ...], v_stride: tuple[int, ...]) -> None:
     logging.getLogger(__name__).warning(
@@ -148,8 +117,8 @@ def decode(
     """
     shape, plan, batch = schedule.shape, schedule.decode, schedule.batch
     variant = plan.variant
-    k_rows, v_rows = rows_of(k_pages), rows_of(v_pages)
-    if k_rows is None or v_rows is None:
+    k_rows, v_rows = (matrix_of(x.shape, x.stride(), x.itemsize) for x in (k_pages, v_pages))
+    if k_rows is None or v_rows is None or (k_pages.data_ptr() | v_pages.data_ptr()) % 16:
         _warn(k_pages.stride(), v_pages.stride())
         other = replace(variant, name="portable-decode", form="", num_stages=2)
         portable.decode(
@@ -157,19 +126,19 @@ def decode(
             soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale, lse=lse,
         )  # fmt: skip
         return other.name
-    chunk = chunk_of(shape.page_size, variant.block_n)
     p_lse = out if lse is None else lse
     constants = constants_of(
         shape, variant, batch.causal, soft_cap > 0.0, alibi_slopes is not None, sinks is not None, lse is not None,
         k_scale is not None,
     )  # fmt: skip
+    box = constants["CHUNK"], constants["WIDTH"]
     integers = (
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), p_lse.stride(0), p_lse.stride(1),
         batch.block_table.stride(0), k_rows.page_rows, k_rows.head_rows, k_rows.head_columns,
         v_rows.page_rows, v_rows.head_rows, v_rows.head_columns,
     )  # fmt: skip
     arguments = (
-        tensor_map(k_pages, k_rows, chunk), tensor_map(v_pages, v_rows, chunk), q, out, p_lse,
+        map_of_rows(k_pages, k_rows, box), map_of_rows(v_pages, v_rows, box), q, out, p_lse,
         plan.ranges, plan.items, plan.arrivals, plan.partial_acc, plan.partial_ml,
         batch.block_table, batch.query_start_loc, batch.seq_lens,
         q if sinks is None else sinks, q if alibi_slopes is None else alibi_slopes,

@@ -35,11 +35,11 @@ from numa_attention.decode.cdna5 import (
     shared_layout,
     sight,
 )
-from numa_attention.decode.cdna5_variant import chunk_of, instruction_depth
+from numa_attention.decode.cdna5_variant import instruction_depth
 from numa_attention.gluon_compat import cdna5, wmma_layout
 from numa_attention.jit import gluon_entry
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import LayerShape, chunk_of
 from numa_attention.variants import Variant
 
 BUFFERS = gl.constexpr(3)

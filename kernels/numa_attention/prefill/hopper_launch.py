@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from numa_attention.jit import Launcher, gluon_entry, pointer_traits
 from numa_attention.prefill import portable
 from numa_attention.prefill.hopper import prefill_kernel
 from numa_attention.prefill.hopper_variant import NAME, ROWS, registers_of
 from numa_attention.prefill.hopper_work import Constants
-from numa_attention.shapes import LayerShape
+from numa_attention.shapes import LayerShape, chunk_of
+from numa_attention.tensor_maps import map_of_rows, matrix_of, tensor_map
 from numa_attention.topology import pretend
 from numa_attention.variants import Variant, portable_prefill
 
@@ -63,88 +62,12 @@ def parts_of(head_dim: int) -> tuple[int, int]:
     return first, head_dim - first
 
 
-def chunk_of(page_size: int, block_n: int) -> int:
-    """Tokens of one TMA request: a power of two that divides the page and the tile, as large as can be."""
-    return min(page_size & -page_size, block_n)
-
-
 @cache
 def compute_units(device: torch.device) -> int:
     """SMs of the GPU that runs the kernel."""
     if device.type != "cuda":
         return pretend("sm_90").compute_units
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-# ---- what TMA sees ----
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A cache [page, token, kv_head, dim] as a matrix: its size, and where its pages and heads begin."""
-
-    rows: int
-    columns: int
-    row_stride: int
-    page_rows: int
-    head_rows: int
-    head_columns: int
-
-
-@lru_cache(maxsize=1024)
-def matrix_of(size: torch.Size, stride: tuple[int, ...], itemsize: int) -> Matrix | None:
-    """A cache as a matrix whose rows are tokens; None where its strides allow none to TMA."""
-    pages, tokens, heads, dim = size
-    page_stride, token_stride, head_stride = stride[:3]
-    if heads == 1:
-        head_stride = 0
-    by_rows = head_stride % token_stride == 0
-    page_rows = page_stride // token_stride
-    head_rows = head_stride // token_stride if by_rows else 0
-    rows = (pages - 1) * page_rows + (heads - 1) * head_rows + tokens
-    inside = by_rows or head_stride * (heads - 1) + dim <= token_stride
-    aligned = not (token_stride * itemsize) % 16 and not (head_stride * itemsize) % 16
-    if page_stride % token_stride or not inside or not aligned or rows >= 1 << 31:
-        return None
-    return Matrix(
-        rows=rows,
-        columns=dim if by_rows else (heads - 1) * head_stride + dim,
-        row_stride=token_stride,
-        page_rows=page_rows,
-        head_rows=head_rows,
-        head_columns=0 if by_rows else head_stride,
-    )
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a tensor map begins: what a launch needs of a tensor, without keeping its memory."""
-
-    pointer: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
-def descriptor_of(
-    base: torch.Tensor | Address, size: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...]
-) -> TensorDescriptor:
-    """A tensor map for boxes whose rows are 64 and more 16-bit elements."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
-    return TensorDescriptor(base, list(size), list(stride), list(box), layout)
-
-
-_descriptor_of = lru_cache(maxsize=4096)(descriptor_of)
-
-
-def tensor_map(
-    tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...]
-) -> TensorDescriptor:
-    """The tensor map of a tensor, made once for each: every layer of every step asks for three."""
-    if tensor.device.type == "cpu":  # the interpreter reads the tensor itself
-        return descriptor_of(tensor, size, stride, box)
-    return _descriptor_of(Address(tensor.data_ptr(), tensor.dtype), size, stride, box)
 
 
 # ---- the launch ----
@@ -216,11 +139,11 @@ def prefill(
     # where the kernel copies no queries, their tensor map is not used
     tokens, heads = (ROWS // shape.group, shape.group) if ROWS % shape.group == 0 else (ROWS, 1)
     queries = [tensor_map(q, q.shape, q.stride(), (tokens, heads, dim))] * 2
-    keys = [_rows_of(k_pages, k_matrix, (chunk, dim))] * 2
+    keys = [map_of_rows(k_pages, k_matrix, (chunk, dim))] * 2
     if second:
         queries[1] = tensor_map(q, q.shape, q.stride(), (tokens, heads, second))
-        keys[1] = _rows_of(k_pages, k_matrix, (chunk, second))
-    values = _rows_of(v_pages, v_matrix, (chunk, shape.head_dim_v))
+        keys[1] = map_of_rows(k_pages, k_matrix, (chunk, second))
+    values = map_of_rows(v_pages, v_matrix, (chunk, shape.head_dim_v))
     p_lse = out if lse is None else lse
     integers = (
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), p_lse.stride(0), p_lse.stride(1),
@@ -243,7 +166,3 @@ def prefill(
         workgroups = min(workgroups, compute_units(q.device))
     _launch(key, (workgroups, 1, 1), arguments, dict(C=constants), dict(num_warps=4))
     return variant.name
-
-
-def _rows_of(pages: torch.Tensor, matrix: Matrix, box: tuple[int, int]) -> TensorDescriptor:
-    return tensor_map(pages, (matrix.rows, matrix.columns), (matrix.row_stride, 1), box)
