@@ -24,7 +24,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from numa_attention import attention  # noqa: E402
+from numa_attention import runner  # noqa: E402
 from numa_attention.schedule import Planner  # noqa: E402
 from numa_attention.terminal import output_errors_in_one_sentence, print_table, table  # noqa: E402
 from vllm_numa_backend.bench.cases import Case, make_tensors  # noqa: E402
@@ -74,7 +74,7 @@ def main(
             ("plan of a step", lambda planner=planner, step=step: planner.plan(step)),
             (
                 "call of a layer",
-                lambda q=tensors.q[0], k=keys, v=values, out=tensors.out, schedule=schedule: attention.attend(
+                lambda q=tensors.q[0], k=keys, v=values, out=tensors.out, schedule=schedule: runner.attend(
                     q, k, v, out, schedule, scale=0.1
                 ),
             ),

@@ -72,7 +72,7 @@ def decoded(model: Path) -> dict[str, float]:
 
     from model.harness import PagedModel, steps_of, teacher_forced
     from model.texts import speech_tokens
-    from numa_attention import attention
+    from numa_attention import runner
 
     tokens = speech_tokens(model, TEXTS, DECODED)
     results = {}
@@ -80,13 +80,11 @@ def decoded(model: Path) -> dict[str, float]:
         paged = PagedModel(
             model, sequences=TEXTS, max_tokens=DECODED, kernels="triton", dtype=torch.bfloat16, device="cuda"
         )
-        attention.ran.clear()
+        runner.ran.clear()
         scores = teacher_forced(paged, tokens, steps_of(DECODED, PREFIX, step))
         steps = (DECODED - PREFIX) // step * paged.model.config.num_hidden_layers
-        if attention.ran["portable-decode"] != steps:
-            raise RuntimeError(
-                f"{steps} launches of portable-decode were due, these ran: {dict(attention.ran)}"
-            )
+        if runner.ran["portable-decode"] != steps:
+            raise RuntimeError(f"{steps} launches of portable-decode were due, these ran: {dict(runner.ran)}")
         results[f"NUMA_SWIZZLE decode, {step} a step"] = perplexity(scores.flatten().tolist())
     return results
 

@@ -25,7 +25,7 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from numa_attention import attention  # noqa: E402
+from numa_attention import runner  # noqa: E402
 from numa_attention.decode import hopper_variant  # noqa: E402
 from numa_attention.terminal import output_errors_in_one_sentence  # noqa: E402
 from numa_attention.topology import detect  # noqa: E402
@@ -97,11 +97,11 @@ def tune(case: Case, forms: list[str], deadline: float) -> None:
                 try:
                     call, _ = ours(tensors, decode_variant=variant)
                     tensors.out.fill_(math.nan)
-                    attention.ran.clear()
+                    runner.ran.clear()
                     call(0)
                     error = float((tensors.out.float() - expected).norm() / expected.norm())
-                    ran = dict(attention.ran)
-                    right = error <= AGREEMENT[case.kv_dtype.itemsize == 1] and set(attention.ran) == {
+                    ran = dict(runner.ran)
+                    right = error <= AGREEMENT[case.kv_dtype.itemsize == 1] and set(runner.ran) == {
                         variant.name
                     }
                     seconds = time_calls(call, copies)

@@ -29,7 +29,7 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from numa_attention import attention, reference  # noqa: E402
+from numa_attention import reference, runner  # noqa: E402
 from numa_attention.prefill import hopper_variant  # noqa: E402
 from numa_attention.schedule import Planner  # noqa: E402
 from numa_attention.shapes import LayerShape  # noqa: E402
@@ -103,7 +103,7 @@ def check(text: str, cases: list[Case]) -> None:
         expected = reference.attention(*case.arguments(), scale=scale)[0]
         for _ in range(20):  # a race shows in some of many
             out.fill_(math.nan)
-            attention.attend(case.q, case.k_pages, case.v_pages, out, schedule, scale=scale)
+            runner.attend(case.q, case.k_pages, case.v_pages, out, schedule, scale=scale)
             assert_close(out, expected)
         print(f"right: {row.name}", flush=True)
     variant = candidate_of(text, cases[0].shape)
@@ -125,7 +125,7 @@ def measure(text: str, cases: dict[int, Case], folder: Path) -> None:
             tensors = make_tensors(case)
             call = contestant(text, case, tensors)
             tensors.out.fill_(math.nan)
-            attention.ran.clear()
+            runner.ran.clear()
             call(0)
             torch.cuda.synchronize()
             sample, path = tensors.out[::SAMPLE].float(), folder / f"{number}.pt"
@@ -133,9 +133,9 @@ def measure(text: str, cases: dict[int, Case], folder: Path) -> None:
                 torch.save(sample, path)
             expected = torch.load(path, map_location="cuda")
             error = float((sample - expected).norm() / expected.norm())
-            right = error <= PASS_MARK and set(attention.ran) <= {"portable-prefill", hopper_variant.NAME}
+            right = error <= PASS_MARK and set(runner.ran) <= {"portable-prefill", hopper_variant.NAME}
             if text not in PEERS:
-                right &= set(attention.ran) == {hopper_variant.NAME}
+                right &= set(runner.ran) == {hopper_variant.NAME}
             seconds = time_calls(call, 1)
             print(
                 json.dumps(

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from numa_attention import attention, reference
+from numa_attention import reference, runner
 from numa_attention.schedule import Planner, Schedule, StepBatch
 from numa_attention.shapes import CONTIGUOUS, FLOAT8, LayerShape
 from numa_attention.topology import Topology, detect, pretend
@@ -105,7 +105,7 @@ def run(case: PagedCase, schedule: Schedule, **options) -> tuple[torch.Tensor, t
     if options.get("out_scale") is not None:
         out = out.to(case.k_pages.dtype if case.k_pages.dtype in FLOAT8 else torch.float8_e4m3fn)
     lse = torch.full((out.shape[1], out.shape[0]), math.nan, device=out.device).T
-    attention.attend(case.q, case.k_pages, case.v_pages, out, schedule, lse=lse, **options)
+    runner.attend(case.q, case.k_pages, case.v_pages, out, schedule, lse=lse, **options)
     return out, lse
 
 
@@ -143,14 +143,12 @@ def check_planned(
     """
     options.setdefault("scale", case.q.shape[2] ** -0.5)
     schedule = planner.plan(step_of(case, num_decodes, causal, options.get("spans") is not None))
-    attention.ran.clear()
+    runner.ran.clear()
     out, lse = run(case, schedule, **options)
     ran = {
         plan.variant.name for plan in (schedule.decode, schedule.prefill, schedule.extend) if plan is not None
     }
-    assert set(attention.ran) == ({handed_to} if handed_to else ran), (
-        "other kernels ran than the schedule names"
-    )
+    assert set(runner.ran) == ({handed_to} if handed_to else ran), "other kernels ran than the schedule names"
     factors = ("q_scale", "k_scale", "v_scale")
     factors = {name: 1.0 if options.get(name) is None else options[name] for name in factors}
     out_scale = options.pop("out_scale", None)

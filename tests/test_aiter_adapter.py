@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from numa_attention import aiter_adapter, attention, reference
+from numa_attention import aiter_adapter, reference, runner
 from numa_attention.schedule import Planner
 from numa_attention.shapes import LayerShape
 from numa_attention.topology import pretend
@@ -40,10 +40,8 @@ def aiter(monkeypatch):
 
 def run(case, schedule, **options):
     out = case.poisoned_output()
-    attention.ran.clear()
-    attention.attend(
-        case.q, case.k_pages, case.v_pages, out, schedule, scale=case.q.shape[2] ** -0.5, **options
-    )
+    runner.ran.clear()
+    runner.attend(case.q, case.k_pages, case.v_pages, out, schedule, scale=case.q.shape[2] ** -0.5, **options)
     return out
 
 
@@ -61,7 +59,7 @@ def test_decode(aiter, device, options):
     )
     schedule = planner_for(case).plan(step_of(case, 3))
     out = run(case, schedule, **options)
-    assert dict(attention.ran) == {"aiter-decode": 1} and aiter.calls == ["paged_attention_v1"]
+    assert dict(runner.ran) == {"aiter-decode": 1} and aiter.calls == ["paged_attention_v1"]
     expected, _ = reference.attention(*case.arguments(), scale=case.q.shape[2] ** -0.5, **options)
     assert_close(out, expected)
 
@@ -87,7 +85,7 @@ def test_prefill_beside_our_decode(aiter, device):
         page_size=128, device=device,
     )  # fmt: skip
     out = run(case, planner_for(case).plan(step_of(case, 2)))
-    assert dict(attention.ran) == {"portable-decode": 1, "aiter-prefill": 1}
+    assert dict(runner.ran) == {"portable-decode": 1, "aiter-prefill": 1}
     assert aiter.calls == ["flash_attn_varlen_func"]
     expected, _ = reference.attention(*case.arguments(), scale=case.q.shape[2] ** -0.5)
     assert_close(out, expected)
@@ -107,7 +105,7 @@ def test_what_it_lacks_is_refused(aiter, device):
     values = case.v_pages.transpose(1, 2).contiguous().transpose(1, 2)
     schedule = planner_for(case).plan(step_of(case, 1))
     with pytest.raises(ValueError, match="same strides"):
-        attention.attend(case.q, case.k_pages, values, case.poisoned_output(), schedule, scale=1.0)
+        runner.attend(case.q, case.k_pages, values, case.poisoned_output(), schedule, scale=1.0)
 
 
 @pytest.mark.parametrize(

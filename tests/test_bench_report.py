@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from numa_attention import aiter_adapter, attention
+from numa_attention import aiter_adapter, runner
 from numa_attention.mapping import MAPPINGS
 from numa_attention.topology import pretend
 from vllm_numa_backend import cli, settings
@@ -57,7 +57,7 @@ def test_a_report(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("fault", ["scaled", "missing row", "raises"])
 def test_a_wrong_kernel_is_found(monkeypatch, tmp_path, fault):
-    right = attention.kernel_of
+    right = runner.kernel_of
 
     def wrong(name):
         def kernel(q, k_pages, v_pages, out, schedule, **options):
@@ -72,7 +72,7 @@ def test_a_wrong_kernel_is_found(monkeypatch, tmp_path, fault):
 
         return kernel
 
-    monkeypatch.setattr(attention, "kernel_of", wrong)
+    monkeypatch.setattr(runner, "kernel_of", wrong)
     assert command(monkeypatch, "--out", tmp_path, "--rows", 1) == 1
     answer = json.loads((tmp_path / "report.json").read_text())
     assert [check["passed"] for check in answer["checks"]] == [False]

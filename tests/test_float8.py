@@ -88,12 +88,12 @@ def test_a_row_without_keys_is_zero_in_float8_too(kernels, device):
 
 def test_a_kernel_that_lacks_options(device, monkeypatch):
     """What it gives is quantised after it; other options are refused."""
-    from numa_attention import attention
+    from numa_attention import runner
 
     case = make_paged_case(QUERY_LENS, SEQ_LENS, dtype=torch.bfloat16, device=device)
     schedule = make_planner(case, kernels="auto").plan(step_of(case, 2))
     expected, _ = run(case, schedule, scale=0.1)
-    monkeypatch.setattr(attention, "GENERAL", frozenset())
+    monkeypatch.setattr(runner, "GENERAL", frozenset())
     out_scale = scale(0.02, device)
     out, _ = run(case, schedule, scale=0.1, out_scale=out_scale)
     assert torch.equal(out.float(), (expected.float() / out_scale).clamp(-448, 448).to(out.dtype).float())
@@ -118,7 +118,7 @@ REFUSED = {
 @kernels
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_scales_and_types_that_do_not_fit_are_refused(kernels, sentence, device):
-    from numa_attention.attention import attend
+    from numa_attention.runner import attend
 
     case = make_paged_case([1], [20], dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, device=device)
     schedule = make_planner(case, kernels=kernels, general=True).plan(step_of(case, 1))

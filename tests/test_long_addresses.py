@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from numa_attention import attention, reference
+from numa_attention import reference, runner
 from tests.kernel_step import check, make_planner, step_of
 from tests.support import PagedCase, assert_close, make_contiguous_case, make_paged_case
 
@@ -68,5 +68,5 @@ def test_tokens_beyond_32_bits(kernels, pages, num_decodes, tmp_path):
         case.k_pages = spread_out(case.k_pages.contiguous(), tmp_path / "k")
         case.v_pages = spread_out(case.v_pages.contiguous(), tmp_path / "v")
     schedule = make_planner(case, kernels=kernels, max_decode_query=4).plan(step_of(case, num_decodes))
-    attention.attend(case.q, case.k_pages, case.v_pages, out, schedule, scale=0.125)
+    runner.attend(case.q, case.k_pages, case.v_pages, out, schedule, scale=0.125)
     assert_close(out.contiguous(), expected)

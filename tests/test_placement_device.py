@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from numa_attention import attention
+from numa_attention import runner
 from numa_attention.jit import kernel
 from numa_attention.placement_device import own_domain, take
 from numa_attention.schedule import Planner
@@ -92,7 +92,7 @@ def test_a_launch_that_stops_leaves_the_queues_usable(interpreted, monkeypatch):
         return kernel
 
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "kernel_of", stop)
+        patch.setattr(runner, "kernel_of", stop)
         with pytest.raises(RuntimeError, match="half-way"):
             run(case, planner.plan(step_of(case, 2)), scale=0.125)
     assert torch.equal(run(case, planner.plan(step_of(case, 2)), scale=0.125)[0], right)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from numa_attention import attention, reference
+from numa_attention import reference, runner
 from numa_attention.schedule import Planner
 from tests.kernel_step import check, kernels, make_planner, run, shape_of, step_of
 from tests.support import PagedCase, assert_close, make_paged_case
@@ -53,12 +53,12 @@ CALLS = {
 def test_tensors_the_schedule_was_not_planned_for(kernels, sentence, case, device):
     schedule = make_planner(case, kernels=kernels).plan(step_of(case, 1))
     call = {"q": case.q, "k_pages": case.k_pages, "v_pages": case.v_pages, "out": case.poisoned_output()}
-    attention.attend(**call, schedule=schedule, scale=1.0)
+    runner.attend(**call, schedule=schedule, scale=1.0)
     for name, change in CALLS[sentence].items():
         changed = change(call.get(name))
         call[name] = changed.to(device) if isinstance(changed, torch.Tensor) else changed
     with pytest.raises(ValueError, match=sentence):
-        attention.attend(**call, schedule=schedule, scale=1.0)
+        runner.attend(**call, schedule=schedule, scale=1.0)
 
 
 STEPS = {
@@ -116,7 +116,7 @@ def test_a_sequence_longer_than_its_block_table_row_is_cut(kernels, num_decodes,
     case.seq_lens = torch.tensor([6000, 48], dtype=torch.int32, device=device)
     planner = make_planner(case, kernels=kernels, max_decode_query=4)
     out = case.poisoned_output()
-    attention.attend(
+    runner.attend(
         case.q, case.k_pages, case.v_pages, out, planner.plan(step_of(case, num_decodes)), scale=0.125
     )
     assert_close(out, expected)

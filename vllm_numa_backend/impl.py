@@ -12,8 +12,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Static
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from numa_attention.attention import attend
 from numa_attention.kv_cache import write_pages
+from numa_attention.runner import attend
 from vllm_numa_backend import NAME, settings
 from vllm_numa_backend.compat import split_kv_cache
 from vllm_numa_backend.metadata import NumaSwizzleMetadata

@@ -159,7 +159,7 @@ def decode(
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Attention of the decoding requests of a `schedule.Schedule`; see `attention.attend` for the rest.
+    """Attention of the decoding requests of a `schedule.Schedule`; see `runner.attend` for the rest.
 
     Raises ValueError where the strides of K and V differ (aiter reads both with K's), and for sinks and lse.
     """
@@ -220,7 +220,7 @@ def prefill(
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Attention of the prefilling requests of a `schedule.Schedule`; see `attention.attend` for the rest.
+    """Attention of the prefilling requests of a `schedule.Schedule`; see `runner.attend` for the rest.
 
     Raises ValueError for sinks, scales and lse, which it does not have.
     """

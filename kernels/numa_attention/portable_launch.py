@@ -106,7 +106,7 @@ class LayerLauncher:
         out_scale: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """own_arguments: what the kernel takes before the layer's arguments; see `attention.attend` for those.
+        """own_arguments: what the kernel takes before the layer's arguments; see `runner.attend` for those.
 
         The schedule's buffers are allocated whole, hence aligned and small: the key need not tell them apart.
         """

@@ -25,7 +25,7 @@ class LayerShape:
     page_size: tokens a page; CONTIGUOUS where keys and values are no cache but the step's own tokens in a row, as an
     encoder's. window: tokens to the left of a query position that it still sees, and to its right where attention is
     not causal, -1 for all (vLLM's sliding_window w is a window of w - 1). general: whether calls or steps ask for what
-    only the general kernels take (see `attention.GENERAL`).
+    only the general kernels take (see `runner.GENERAL`).
     """
 
     q_heads: int

@@ -150,7 +150,7 @@ class _Layer:
 def decode(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
 ) -> None:
-    """Attention of the decoding requests of `schedule`; see `attention.attend` for shapes."""
+    """Attention of the decoding requests of `schedule`; see `runner.attend` for shapes."""
     _walk(schedule.decode, _Layer(q, k_pages, v_pages, out, schedule, **options))
 
 
@@ -158,7 +158,7 @@ def decode(
 def extend(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
 ) -> None:
-    """Attention of prefilling requests that are few tiles over long prefixes; see `attention.attend` for shapes."""
+    """Attention of prefilling requests that are few tiles over long prefixes; see `runner.attend` for shapes."""
     _walk(schedule.extend, _Layer(q, k_pages, v_pages, out, schedule, **options))
 
 
@@ -188,7 +188,7 @@ def _walk(plan, layer: _Layer) -> None:
 def prefill(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
 ) -> None:
-    """Attention of the prefilling requests of `schedule`; see `attention.attend` for shapes."""
+    """Attention of the prefilling requests of `schedule`; see `runner.attend` for shapes."""
     layer = _Layer(q, k_pages, v_pages, out, schedule, **options)
     block_m = schedule.prefill.variant.block_m
     first_request = schedule.batch.num_decodes

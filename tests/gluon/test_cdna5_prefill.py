@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from numa_attention import attention
+from numa_attention import runner
 from numa_attention.prefill import cdna5
 from numa_attention.shapes import LayerShape
 from numa_attention.testing.gluon import Race
@@ -29,7 +29,7 @@ def test_the_dispatcher_runs_both_kernels():
     """The whole way, as the plugin goes it, without a stand-in for anything but the device."""
     case = bf16_case([1, 30, 17], [70, 40, 17], q_heads=2, kv_heads=1, page_size=64)
     check(case, kernels="triton", num_decodes=1, planner_options={"topology": small_mi450(4, domains=4)})
-    assert attention.ran == {"cdna5-decode": 1, "cdna5-prefill": 1}
+    assert runner.ran == {"cdna5-decode": 1, "cdna5-prefill": 1}
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])

@@ -147,13 +147,13 @@ def prompt_scores(output: Any) -> list[float]:
 
 def launches() -> dict[str, int]:
     """The kernel variants that ran in this process since `forget_launches`."""
-    attention = sys.modules.get("numa_attention.attention")
-    return dict(attention.ran) if attention else {}
+    runner = sys.modules.get("numa_attention.runner")
+    return dict(runner.ran) if runner else {}
 
 
 def forget_launches() -> None:
-    if attention := sys.modules.get("numa_attention.attention"):
-        attention.ran.clear()
+    if runner := sys.modules.get("numa_attention.runner"):
+        runner.ran.clear()
 
 
 @contextmanager
@@ -163,9 +163,9 @@ def decodes_watched(wanted: bool) -> Iterator[Counter[str]]:
     if not wanted:
         yield seen
         return
-    from numa_attention import attention
+    from numa_attention import runner
 
-    find = attention.kernel_of
+    find = runner.kernel_of
 
     def find_and_count(name: str) -> Any:
         kernel = find(name)
@@ -179,11 +179,11 @@ def decodes_watched(wanted: bool) -> Iterator[Counter[str]]:
 
         return counted
 
-    attention.kernel_of = find_and_count
+    runner.kernel_of = find_and_count
     try:
         yield seen
     finally:
-        attention.kernel_of = find
+        runner.kernel_of = find
 
 
 if __name__ == "__main__":

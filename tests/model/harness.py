@@ -18,8 +18,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 
-from numa_attention.attention import attend
 from numa_attention.kv_cache import write_pages
+from numa_attention.runner import attend
 from numa_attention.schedule import Planner, Schedule, StepBatch
 from numa_attention.shapes import LayerShape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from numa_attention import attention
+from numa_attention import runner
 from vllm_numa_backend.checkpoints import Heads
 
 from .harness import HuggingFaceModel, PagedModel, perplexity, steps_of, teacher_forced
@@ -46,14 +46,14 @@ def test_decode_kernels_reproduce_the_text_scores(kernels, decode_query, base_mo
         device=DEVICE,
         max_decode_query=decode_query,
     )
-    attention.ran.clear()
+    runner.ran.clear()
     scores = teacher_forced(model, text[:, :length], steps)
 
     names = {plan.name for plan in (model.planner.decode_variant, model.planner.prefill_variant)}
     assert len(names) == 2
-    assert attention.ran[model.planner.prefill_variant.name] == LAYERS
-    assert attention.ran[model.planner.decode_variant.name] == LAYERS * (len(steps) - 1)
-    assert set(attention.ran) == names
+    assert runner.ran[model.planner.prefill_variant.name] == LAYERS
+    assert runner.ran[model.planner.decode_variant.name] == LAYERS * (len(steps) - 1)
+    assert set(runner.ran) == names
     wanted = expected[:, : length - 1]
     assert (scores - wanted).abs().max() < 2e-3
     assert perplexity(scores) == pytest.approx(perplexity(wanted), rel=1e-4)

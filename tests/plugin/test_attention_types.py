@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec
 
 from numa_attention import reference
-from numa_attention.attention import ran
+from numa_attention.runner import ran
 from plugin.harness import HEAD_DIM, HEADS, KV_HEADS, engine_args, error, make_cache, rig, write_model
 from vllm_numa_backend import settings
 from vllm_numa_backend.compat import split_kv_cache

@@ -41,7 +41,7 @@ def test_prefill_then_decode_then_both(model, dtype, heads_first):
 @pytest.mark.parametrize("kernels", ["torch", "interpret"])
 def test_the_chosen_kernels_run(model, monkeypatch, kernels):
     """The same steps through torch and through the Triton kernels under the interpreter."""
-    from numa_attention.attention import ran
+    from numa_attention.runner import ran
 
     monkeypatch.setenv("NUMA_SWIZZLE_KERNELS", kernels)
     settings.current.cache_clear()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from numa_attention import attention, reference
+from numa_attention import reference, runner
 from numa_attention.schedule import Planner, StepBatch
 from numa_attention.shapes import LayerShape
 
@@ -89,7 +89,7 @@ def steps(float8: torch.dtype, *, tiny: bool) -> list[Step]:
 def run_check(step: Step, device: torch.device, kernels: str = "auto", **planner_options) -> Check:
     """Run one step and compare; a kernel that does not run is a failed check with its complaint."""
     mark = MARKS[step.dtype]
-    attention.ran.clear()
+    runner.ran.clear()
     try:
         error, complaint = _compare(step, device, kernels, planner_options)
     except Exception as failure:  # the report tells of every kernel, whatever one of them does
@@ -99,7 +99,7 @@ def run_check(step: Step, device: torch.device, kernels: str = "auto", **planner
 
 
 def _ran() -> str:
-    return ", ".join(sorted(attention.ran))
+    return ", ".join(sorted(runner.ran))
 
 
 def _compare(step: Step, device: torch.device, kernels: str, planner_options: dict) -> tuple[float, str]:
@@ -150,7 +150,7 @@ def _compare(step: Step, device: torch.device, kernels: str, planner_options: di
     )  # fmt: skip
     out = torch.full((tokens, step.q_heads, head_dim_v), math.nan, dtype=step.dtype, device=device)
     lse = torch.full((tokens, step.q_heads), math.nan, device=device) if "lse" in step.options else None
-    attention.attend(q, *caches, out, planner.plan(batch), **options, **device_scales, lse=lse)
+    runner.attend(q, *caches, out, planner.plan(batch), **options, **device_scales, lse=lse)
     expected, expected_lse = reference.attention(
         q, *caches, starts.to(device), seq_lens, table.to(device), window=step.window, **options, **scales
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from numa_attention import attention
+from numa_attention import runner
 from numa_attention.schedule import Planner, Schedule
 from vllm_numa_backend.bench.cases import Case, Tensors
 
@@ -34,7 +34,7 @@ def ours(tensors: Tensors, **planner_options) -> tuple[Call, Schedule]:
 
     def call(copy: int) -> None:
         kv = tensors.kv[copy]
-        attention.attend(
+        runner.attend(
             tensors.q[copy],
             kv[:, 0],
             kv[:, 1],

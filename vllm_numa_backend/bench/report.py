@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from numa_attention import aiter_adapter, attention
+from numa_attention import aiter_adapter, runner
 from numa_attention.machine.dispatch import compare_mappings
 from numa_attention.mapping import MAPPINGS
 from numa_attention.topology import Topology, detect
@@ -231,12 +231,12 @@ def add_timing(
     For ours, the kernel that ran must be the one that the schedule names.
     """
     tensors.out.fill_(math.nan)
-    attention.ran.clear()
+    runner.ran.clear()
     try:
         call(0)
         result = tensors.out.float().clone()
-        if variant and dict(attention.ran) != {variant: 1}:
-            raise RuntimeError(f"the schedule names {variant}, but {dict(attention.ran)} ran")
+        if variant and dict(runner.ran) != {variant: 1}:
+            raise RuntimeError(f"the schedule names {variant}, but {dict(runner.ran)} ran")
         if not result.isfinite().all():
             raise RuntimeError("its output has NaN")
         if expected is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from numa_attention import attention
+from numa_attention import runner
 from numa_attention.topology import detect
 from numa_attention.variants import Variant, choose_decode, choose_prefill
 from vllm_numa_backend.bench.cases import MAX_DECODE_QUERY, Case, make_tensors
@@ -68,13 +68,13 @@ def measure(case: Case, with_triton: bool = True, kernel: str | None = None) -> 
     call, schedule = ours(tensors, **asked_for(case, kernel))
     variant = (schedule.decode or schedule.prefill).variant.name
     tensors.out.fill_(math.nan)
-    attention.ran.clear()
+    runner.ran.clear()
     call(0)
     error = float((tensors.out.float() - expected).norm() / expected.norm())
     if not error <= AGREEMENT[is_fp8(case)]:
         raise WrongResult(f"{case.name}: our output is {error:.1e} away from FlashAttention-3's")
-    if dict(attention.ran) != {variant: 1}:
-        raise WrongResult(f"{case.name}: the schedule names {variant}, but {dict(attention.ran)} ran")
+    if dict(runner.ran) != {variant: 1}:
+        raise WrongResult(f"{case.name}: the schedule names {variant}, but {dict(runner.ran)} ran")
     seconds = time_calls(call, copies)
     peer_seconds = time_calls(peer, copies)
     triton_seconds = None

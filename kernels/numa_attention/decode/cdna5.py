@@ -575,7 +575,7 @@ _launch = LayerLauncher(gluon_entry(decode_kernel), constants)
 def decode(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
 ) -> None:
-    """Attention of the decoding requests of a `schedule.Schedule`; see `attention.attend` for the rest."""
+    """Attention of the decoding requests of a `schedule.Schedule`; see `runner.attend` for the rest."""
     plan = schedule.decode
     own = (plan.ranges, plan.items, plan.arrivals, plan.partial_acc, plan.partial_ml)
     _launch(plan.variant.workgroups, own, plan.variant, q, k_pages, v_pages, out, schedule, **options)

@@ -111,7 +111,7 @@ def decode(
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> str:
-    """Attention of the decoding requests of a schedule; see `attention.attend` for shapes. The name of what ran.
+    """Attention of the decoding requests of a schedule; see `runner.attend` for shapes. The name of what ran.
 
     A cache that TMA cannot copy, of which the schedule knew nothing, goes to the portable kernel: logged once.
     """

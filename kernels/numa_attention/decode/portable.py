@@ -427,14 +427,14 @@ _launch = LayerLauncher(decode_kernel, constants)
 def decode(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
 ) -> None:
-    """Attention of the decoding requests of a `schedule.Schedule`; see `attention.attend` for the rest."""
+    """Attention of the decoding requests of a `schedule.Schedule`; see `runner.attend` for the rest."""
     _run(schedule.decode, q, k_pages, v_pages, out, schedule, **options)
 
 
 def extend(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
 ) -> None:
-    """Attention of prefilling requests that are few tiles over long prefixes; see `attention.attend` for the rest."""
+    """Attention of prefilling requests that are few tiles over long prefixes; see `runner.attend` for the rest."""
     _run(schedule.extend, q, k_pages, v_pages, out, schedule, **options)
 
 

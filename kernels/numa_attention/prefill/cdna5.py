@@ -300,7 +300,7 @@ _launch = LayerLauncher(gluon_entry(prefill_kernel), constants)
 def prefill(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
 ) -> None:
-    """Attention of the prefilling requests of a `schedule.Schedule`; see `attention.attend` for the rest."""
+    """Attention of the prefilling requests of a `schedule.Schedule`; see `runner.attend` for the rest."""
     plan = schedule.prefill
     own = (plan.tiles, schedule.batch.num_decodes)
     _launch(plan.tiles.shape[0], own, plan.variant, q, k_pages, v_pages, out, schedule, **options)

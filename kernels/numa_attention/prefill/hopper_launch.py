@@ -113,7 +113,7 @@ def prefill(
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> str:
-    """Attention of the prefilling requests of a schedule; see `attention.attend` for shapes. The name of what ran.
+    """Attention of the prefilling requests of a schedule; see `runner.attend` for shapes. The name of what ran.
 
     What this kernel does not take, of which the schedule knew nothing, goes to the portable kernel: logged once.
     """

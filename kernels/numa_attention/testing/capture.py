@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from numa_attention import attention
+from numa_attention import runner
 from numa_attention.jit import Launcher, interpreting
 from numa_attention.kv_cache import FLOAT8, write_pages
 from numa_attention.schedule import Planner, PrefillSchedule, Schedule, StepBatch
@@ -192,7 +192,7 @@ def attend_once(call: Call, schedule: Schedule) -> None:
     scales = [
         name for name, used in (("q_scale", call.float8_query), ("out_scale", call.float8_output)) if used
     ]
-    attention.attend(
+    runner.attend(
         _empty(TOKENS, heads, shape.head_dim, dtype=shape.kv_dtype if call.float8_query else shape.dtype),
         *_pages(shape),
         _empty(TOKENS, heads, shape.head_dim_v, dtype=shape.kv_dtype if call.float8_output else shape.dtype),
