@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -164,7 +165,8 @@ def contestant(text: str, case: Case, tensors) -> Callable[[int], None]:
 
 def start(mode: str, text: str, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, __file__, mode, text, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, __file__, mode, text, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # the reference's products are small
     )  # fmt: skip
 
 
