@@ -15,6 +15,7 @@ from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.plan import plan
 from .commands.simulate import simulate
+from .commands.topology import topology
 from .commands.variant import variant
 
 app = typer.Typer(
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (doctor, demo, checkpoint, plan, variant):
+for command in (doctor, demo, checkpoint, plan, topology, variant):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")
