@@ -22,7 +22,9 @@ from numa_attention.jit import Launcher, pointer_traits
 from numa_attention.peer_memory import PeerMemory, Unreachable
 from numa_attention.portable_launch import block_dim
 
-PATIENCE = 60.0  # seconds that a rank waits for the others: longer than any of them takes to compile its kernels
+PATIENCE = (
+    60.0  # seconds that a rank waits for the others: longer than any of them takes to compile its kernels
+)
 # all of them fit on a device at a time, so that none waits for one that has no place yet; together they keep a link
 # full of stores
 WORKGROUPS = 64
@@ -34,7 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _launch = Launcher(merge_across_kernel)
 
 
-class RankLost(RuntimeError):
+class LostRank(RuntimeError):
     """A rank did not deliver its partial results in time; what this rank has merged since is NaN."""
 
 
@@ -92,7 +94,7 @@ class Workspace:
         self._fitting: set[tuple] = set()
 
     def check(self) -> None:
-        """Raise RankLost if a rank was missed in a launch that has run. Costs no synchronisation.
+        """Raise LostRank if a rank was missed in a launch that has run. Costs no synchronisation.
 
         Call it once a step, when the step's results are on the host and before they are used.
         """
@@ -105,7 +107,7 @@ class Workspace:
             else f"rank {rank} did not deliver launch {epoch} within {self.patience:g} s"
             for rank, epoch in missed
         ]
-        raise RankLost(
+        raise LostRank(
             f"merging across devices failed on rank {self.rank}: {'; '.join(told)}. A rank that is missing died or "
             "stalled: look into its log, and restart all ranks. Outputs since then are NaN."
         )
@@ -123,7 +125,9 @@ def bytes_needed(world: int, max_tokens: int, q_heads: int, head_dim_v: int, dty
         if value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 1")
     if world < 2 or q_heads % world:
-        raise ValueError(f"{q_heads} query heads do not divide over {world} ranks: it takes two ranks or more")
+        raise ValueError(
+            f"{q_heads} query heads do not divide over {world} ranks: it takes two ranks or more"
+        )
     if head_dim_v < 8 or head_dim_v % 8:
         raise ValueError(f"head_dim_v is {head_dim_v}: it must be a multiple of 8")
     if dtype not in DTYPES:
@@ -163,7 +167,7 @@ def allocate(
     workspace = Workspace(
         memory, max_tokens=max_tokens, q_heads=q_heads, head_dim_v=head_dim_v, dtype=dtype, patience=patience
     )
-    failure = _try_out(workspace)
+    failure = try_out(workspace)
     failures = [""] * group.size()
     dist.all_gather_object(failures, failure, group)
     for rank, reason in enumerate(failures):
@@ -172,8 +176,8 @@ def allocate(
     return workspace
 
 
-def _try_out(workspace: Workspace, launches: int = 2 * BUFFERS + 1) -> str:
-    """What goes wrong in a few merges whose results are known, "" if nothing."""
+def try_out(workspace: Workspace, launches: int = 2 * BUFFERS + 1) -> str:
+    """What goes wrong in a few merges whose results are known, "" if nothing. Every rank calls this."""
     world, device = workspace.world, workspace.device
     heads, columns = workspace.heads, workspace.head_dim_v
     tokens = min(workspace.max_tokens, 3)
@@ -192,7 +196,7 @@ def _try_out(workspace: Workspace, launches: int = 2 * BUFFERS + 1) -> str:
             torch.cuda.synchronize(device)
         try:
             workspace.check()
-        except RankLost as error:
+        except LostRank as error:
             return f"the first merges failed: {error}"
         expected = torch.stack(values).float().mean(0) if favoured is None else values[favoured].float()
         if not torch.allclose(merged, expected.expand_as(merged), rtol=1e-5, atol=1e-5):
@@ -215,7 +219,7 @@ def merge(
     LSE. The last dimensions of out and merged are contiguous. merged may be this rank's own heads of `out`.
 
     The parts are merged in the order of the ranks, whoever came first. Where a rank is missing, merged and merged_lse
-    become NaN and `Workspace.check` raises RankLost. Raises ValueError where the tensors do not fit the workspace.
+    become NaN and `Workspace.check` raises LostRank. Raises ValueError where the tensors do not fit the workspace.
     """
     layout = (
         out.dtype, out.shape, out.stride(), lse.dtype, lse.shape, lse.stride(), merged.dtype, merged.shape,
@@ -246,7 +250,9 @@ def merge(
 def _check(out, lse, workspace: Workspace, merged, merged_lse) -> None:
     tokens, heads = out.shape[0], workspace.heads
     if tokens > workspace.max_tokens:
-        raise ValueError(f"a step of {tokens} tokens exceeds the workspace's max_tokens={workspace.max_tokens}")
+        raise ValueError(
+            f"a step of {tokens} tokens exceeds the workspace's max_tokens={workspace.max_tokens}"
+        )
     everyone, columns = heads * workspace.world, workspace.head_dim_v
     for name, tensor, dtypes, shape in (
         ("out", out, (workspace.dtype,), (tokens, everyone, columns)),
@@ -258,8 +264,12 @@ def _check(out, lse, workspace: Workspace, merged, merged_lse) -> None:
             continue
         if tensor.dtype not in dtypes or tensor.shape != shape:
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise ValueError(f"{name} must be {wanted} {list(shape)}; got {tensor.dtype} {list(tensor.shape)}")
+            raise ValueError(
+                f"{name} must be {wanted} {list(shape)}; got {tensor.dtype} {list(tensor.shape)}"
+            )
         if len(shape) == 3 and tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension of {name} must be contiguous; its stride is {tensor.stride(-1)}")
+            raise ValueError(
+                f"the last dimension of {name} must be contiguous; its stride is {tensor.stride(-1)}"
+            )
         if tensor.device != workspace.device:
             raise ValueError(f"{name} is on {tensor.device}, the workspace on {workspace.device}")

@@ -49,11 +49,13 @@ def partials_of(
     LSE_BYTES: tl.constexpr, PARTIAL_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Where rank `owner` keeps rows o_row [R] of rank `sender`: pointers to LSEs [R] and partials [R, DV]."""
-    base = tl.multiple_of(tl.load(addresses + owner), 16)
+    base = tl.load(addresses + owner)
+    # the compiler knows nothing of a number that becomes a pointer, and what it is told of one it must not fold away
+    lses = tl.multiple_of(base.to(tl.pointer_type(tl.float32)), 16) + LSE_BYTES // 4
+    partials = tl.multiple_of(base.to(like.dtype), 16)
+    partials += PARTIAL_BYTES // (like.dtype.element_ty.primitive_bitwidth // 8)
     slot = (epoch % BUFFERS * WORLD + sender) * ROWS + o_row.to(tl.int64)
-    p_lse = (base + LSE_BYTES).to(tl.pointer_type(tl.float32)) + slot
-    p_partial = (base + PARTIAL_BYTES).to(like.dtype) + slot[:, None] * HEAD_DIM_V + o_dv[None, :]
-    return p_lse, p_partial
+    return lses + slot, partials + slot[:, None] * HEAD_DIM_V + o_dv[None, :]
 
 
 @kernel
@@ -81,9 +83,8 @@ def send_rows(
             addresses, owner, rank, epoch, o_row, o_dv, out,
             WORLD, ROWS, HEAD_DIM_V, BUFFERS, LSE_BYTES, PARTIAL_BYTES,
         )  # fmt: skip
-        # through the caches: another device reads it
-        tl.store(p_partial, b_partial, mask=m_partial, cache_modifier=".wt")
-        tl.store(p_lse, b_lse, mask=m_row, cache_modifier=".wt")
+        tl.store(p_partial, b_partial, mask=m_partial)
+        tl.store(p_lse, b_lse, mask=m_row)
 
 
 @kernel
@@ -140,7 +141,7 @@ def merge_rows(
                 addresses, rank, sender, epoch, o_row, o_dv, like,
                 WORLD, ROWS, HEAD_DIM_V, BUFFERS, LSE_BYTES, PARTIAL_BYTES,
             )  # fmt: skip
-            b_m = tl.maximum(b_m, tl.load(p_lse, mask=m_row, other=float("-inf"), cache_modifier=".cv"))
+            b_m = tl.maximum(b_m, tl.load(p_lse, mask=m_row, other=float("-inf"), cache_modifier=".cg"))
         b_m = safe_max(b_m)
         b_l = tl.zeros([BLOCK_ROWS], tl.float32)
         b_acc = tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32)
@@ -149,8 +150,8 @@ def merge_rows(
                 addresses, rank, sender, epoch, o_row, o_dv, like,
                 WORLD, ROWS, HEAD_DIM_V, BUFFERS, LSE_BYTES, PARTIAL_BYTES,
             )  # fmt: skip
-            b_from = tl.load(p_lse, mask=m_row, other=float("-inf"), cache_modifier=".cv")
-            b_partial = tl.load(p_partial, mask=m_partial, other=0.0, cache_modifier=".cv").to(tl.float32)
+            b_from = tl.load(p_lse, mask=m_row, other=float("-inf"), cache_modifier=".cg")
+            b_partial = tl.load(p_partial, mask=m_partial, other=0.0, cache_modifier=".cg").to(tl.float32)
             b_weight = tl.exp2((b_from - b_m) * LOG2_E)
             # what an empty part's output holds does not matter, a NaN of any other does
             b_acc += tl.where((b_from == float("-inf"))[:, None], 0.0, b_weight[:, None] * b_partial)

@@ -5,7 +5,6 @@ A script of its own, because the tests' process interprets kernels.
 
 import json
 import re
-import sys
 from dataclasses import asdict
 
 import torch
@@ -15,10 +14,26 @@ from numa_attention.peer_memory import PeerMemory
 from numa_attention.testing import capture, isa
 from numa_attention.topology import pretend
 
-CASES = {
-    "float32, 2 ranks": (torch.float32, 2),
-    "bfloat16, 2 ranks": (torch.bfloat16, 2),
-    "float32, 8 ranks": (torch.float32, 8),
+GENERATIONS = ("sm_90", "sm_100", "gfx942", "gfx950", "gfx1250")
+# how memory is ordered, by kind: what stores partials, orders them, raises flags and waits for flags
+NVIDIA = {
+    "store": r"st\.global",
+    "barrier": r"bar(?:rier)?(?:\.cta)?\.sync",
+    "release": r"atom\.global\.sys\.release\.exch",
+    "clock": r"mov\.u64 \S+ %globaltimer",
+    # an addition of nothing is a load
+    "acquire": r"(?:ld|atom)\.global\.sys\.acquire",
+    "cached load": r"ld\.global\.(?!cg|sys|volatile)",
+    "load": r"ld\.global\.cg",
+}
+AMD = {
+    "store": r"(?:global|buffer|flat)_store",
+    "wait": r"s_waitcnt vmcnt\(0\)|s_wait_storecnt 0x0",
+    "barrier": r"s_barrier(?:_wait)?\b",
+    "write back": r"buffer_wbl2 sc0 sc1|global_wb scope:SCOPE_SYS",
+    "release": r"global_atomic_swap",
+    "clock": r"s_memrealtime|s_sendmsg_rtn_b64 \S+ sendmsg\(MSG_RTN_GET_REALTIME\)",
+    "acquire": r"(?:buffer_inv sc0 sc1|global_inv scope:SCOPE_SYS)",
 }
 HEADS, COLUMNS, TOKENS = 8, 128, 64
 
@@ -36,19 +51,19 @@ def report(generation: str, dtype: torch.dtype, world: int) -> dict:
         merge(out, lse, workspace, merged, merged_lse)
     ((_, kernel),) = captured
     resources, code = isa.inspect(kernel, pretend(generation).shared_bytes)
-    ordering = r"\b(?:atom|ld|st|membar|fence|bar|barrier)\.[\w.:]+" if "ptx" in kernel.asm else (
-        r"\b(?:s_wait\w+ .*|s_barrier\w*|buffer_wbl2.*|buffer_inv.*|global_wb.*|global_inv.*|\w+_(?:store|load|atomic)_\w+|"
-        r"s_memrealtime|s_sendmsg_rtn\w+)"
-    )  # fmt: skip
-    text = kernel.asm["ptx" if "ptx" in kernel.asm else "amdgcn"]
+    nvidia = "ptx" in kernel.asm
+    text = kernel.asm["ptx" if nvidia else "amdgcn"]
+    kinds = NVIDIA if nvidia else AMD
+    found = re.finditer("|".join(f"({pattern})" for pattern in kinds.values()), re.sub(r",", "", text))
     return {
         "resources": asdict(resources),
         "whole": code.count(),
-        "ordering": re.findall(ordering, text),
+        "order": [list(kinds)[match.lastindex - 1] for match in found],
+        "wide": len(re.findall(r"st\.global\.v[24]|(?:global|buffer)_store_(?:dwordx[24]|b128|b64)", text)),
     }
 
 
 if __name__ == "__main__":
-    for generation in sys.argv[1:]:
-        for title, (dtype, world) in CASES.items():
-            print(json.dumps({"generation": generation, "case": title} | report(generation, dtype, world)), flush=True)
+    for generation in GENERATIONS:
+        print(json.dumps({"generation": generation} | report(generation, torch.float32, 2)), flush=True)
+    print(json.dumps({"generation": "sm_90, 8 ranks, bf16"} | report("sm_90", torch.bfloat16, 8)), flush=True)

@@ -5,14 +5,14 @@ import torch
 from merging_ranks import random_step
 
 from numa_attention import across_devices
-from numa_attention.across_devices import RankLost
-from numa_attention.testing.interleaving import Faults, Interleaving, recording
+from numa_attention.across_devices import LostRank
+from numa_attention.testing.interleaving import NO_FAULTS, Faults, Interleaving, recording
 from numa_attention.testing.ranks import pretend_workspaces
 
 Q_HEADS, COLUMNS = 6, 16
 
 
-def run(world: int, steps, seed: int, faults: Faults = Faults(), patience: float = 1e6, **options):
+def run(world: int, steps, seed: int, faults: Faults = NO_FAULTS, patience: float = 1e6, **options):
     """Run steps on pretended ranks; returns their workspaces."""
     workspaces = pretend_workspaces(
         world, max_tokens=5, q_heads=Q_HEADS, head_dim_v=COLUMNS, workgroups=2, patience=patience, **options
@@ -60,7 +60,7 @@ def right_or_nan(steps, world: int) -> None:
             torch.testing.assert_close(merged_lse[~missed], lse[:, own][~missed], rtol=1e-5, atol=1e-5)
 
 
-def goes_wrong(seeds: int, faults: Faults = Faults()) -> bool:
+def goes_wrong(seeds: int, faults: Faults = NO_FAULTS) -> bool:
     """Whether a result is wrong in one of some runs."""
     for seed in range(seeds):
         steps = [random_step(2, 2, Q_HEADS, COLUMNS, seed=seed * 10 + each) for each in range(3)]
@@ -86,7 +86,7 @@ def test_a_single_buffer_is_found(monkeypatch):
 def test_a_rank_that_dies_ends_in_an_error_that_names_it(accesses):
     steps = some_steps(2, 3, seed=accesses)
     survivor, _ = run(2, steps, accesses, Faults(dies={1: accesses}), patience=20 / 10_000)
-    with pytest.raises(RankLost, match=r"on rank 0: rank 1 did not deliver launch [123] within 0.002 s"):
+    with pytest.raises(LostRank, match=r"on rank 0: rank 1 did not deliver launch [123] within 0.002 s"):
         survivor.check()
     right_or_nan(steps, 2)
     assert steps[-1].merged[0].isnan().any(), "the last launch must not look like a result"
@@ -96,7 +96,7 @@ def test_whoever_gave_up_says_so():
     steps = some_steps(3, 3, seed=1)
     workspaces = run(3, steps, 5, Faults(dies={1: 10}), patience=20 / 10_000)
     for rank in (0, 2):
-        with pytest.raises(RankLost, match="rank 1 did not deliver launch 1|gave up waiting in or before"):
+        with pytest.raises(LostRank, match="rank 1 did not deliver launch 1|gave up waiting in or before"):
             workspaces[rank].check()
         assert all(step.merged[rank].isnan().all() for step in steps[1:])
 
@@ -111,5 +111,5 @@ def test_a_stall_longer_than_the_patience_gives_nan_or_the_right_result(seed):
         if complete:
             workspace.check()
         else:
-            with pytest.raises(RankLost):
+            with pytest.raises(LostRank):
                 workspace.check()

@@ -82,13 +82,16 @@ class Faults:
     dies: dict[int, int] = field(default_factory=dict)
 
 
+NO_FAULTS = Faults()
+
+
 class Interleaving:
     """Runs each rank's list of launches, one after another on a rank and the ranks beside one another.
 
     memories: the ranks' pieces of memory, on the CPU. seed: decides the order, and how fast each workgroup is.
     """
 
-    def __init__(self, memories: Sequence[PeerMemory], seed: int, faults: Faults = Faults()) -> None:
+    def __init__(self, memories: Sequence[PeerMemory], seed: int, faults: Faults = NO_FAULTS) -> None:
         self._random = random.Random(seed)
         self._faults = faults
         self._pieces = [
