@@ -82,10 +82,12 @@ def attend(
         )  # fmt: skip
         _fitting.add(layout)
     tokens = schedule.tokens
-    if shape.page_size == CONTIGUOUS and not tokens <= len(k_pages) == len(v_pages):
-        raise ValueError(
-            f"the step has {tokens} tokens; keys and values have {len(k_pages)}, {len(v_pages)} rows"
-        )
+    if shape.page_size == CONTIGUOUS:
+        rows = tokens if schedule.batch.key_rows is None else schedule.batch.key_rows
+        if not rows <= len(k_pages) == len(v_pages):
+            raise ValueError(
+                f"the step has {rows} tokens; keys and values have {len(k_pages)}, {len(v_pages)} rows"
+            )
     if q.shape[0] < tokens or out.shape[0] < tokens or (lse is not None and lse.shape[0] < tokens):
         rows = ", ".join(str(len(x)) for x in (q, out, lse) if x is not None)
         raise ValueError(f"the step has {tokens} query tokens; q, out and lse have {rows} rows")

@@ -49,7 +49,8 @@ class StepBatch:
     causal: whether a query sees no key after its own, for all requests or int32 or bool [R] on the device for each.
     has_spans: calls may pass `spans`.
 
-    For a shape without pages, block_table [R, 1] is the row in keys and values of each request's first key.
+    For a shape without pages, block_table [R, 1] is the row in keys and values of each request's first key. key_rows:
+    the rows that they have at least, None for as many as there are query tokens.
     """
 
     query_start_loc: torch.Tensor
@@ -62,6 +63,7 @@ class StepBatch:
     max_seq_len: int
     causal: bool | torch.Tensor = True
     has_spans: bool = False
+    key_rows: int | None = None
 
     @property
     def num_requests(self) -> int:
@@ -131,6 +133,7 @@ class Planner:
     aiter: "auto", "never" or "always" use AMD's own kernels; features: what the layer's calls have, of "sinks",
     "alibi", "soft_cap" and "lse"; see `aiter_adapter`. decode_variant, prefill_variant: instead of the dispatcher's, to
     measure others.
+    decodes: whether steps may have decoding requests, for which buffers are made.
     extend: whether a few query tiles over a long prefix are split over the device instead of prefilled, None for GPUs
     only.
     clusters: on gfx1250, steps whose units fill the device and whose pages are long enough are decoded in clusters of
@@ -155,6 +158,7 @@ class Planner:
         aiter: str = "never",
         features: frozenset[str] = frozenset(),
         placement: str = "dispatch",
+        decodes: bool = True,
         extend: bool | None = None,
         decode_variant: Variant | None = None,
         prefill_variant: Variant | None = None,
@@ -197,7 +201,7 @@ class Planner:
         self.clusters = clusters
         self._clusters: dict[int, DecodeSchedule | None] = {}  # by decoding requests
         self.row_blocks = -(-shape.group * max_decode_query // self.decode_variant.block_m)
-        self.decode_buffers = self._make_decode_buffers()
+        self.decode_buffers = self._make_decode_buffers() if decodes else None
         self.extend_buffers = None
         if topology.generation != "cpu" if extend is None else extend:
             variant = choose_extend(shape, topology, self.kernels, mapping)
@@ -289,6 +293,8 @@ class Planner:
             )
         if not 0 <= decodes <= requests:
             raise ValueError(f"num_decodes is {decodes} in a step of {requests} requests")
+        if decodes and self.decode_buffers is None:
+            raise ValueError(f"num_decodes is {decodes} and the planner was made with decodes=False")
         if decodes and batch.max_query_len > self.max_decode_query:
             longest = int(np.diff(batch.query_start_loc_cpu[: decodes + 1].numpy()).max())
             if longest > self.max_decode_query:
