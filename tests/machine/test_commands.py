@@ -103,8 +103,9 @@ def test_plan(run, model):
     code, out, _ = run(f"plan --model {model} --context 1M --machine mi300x --gpus 8 --json")
     answer = json.loads(out)
     assert code == 0 and answer["fits"] and len(answer["placements"]) == 6 and answer["reasons"]
+    assert [way["ranks"] for way in answer["ways_to_share"]] == [1, 2, 4, 8] and answer["sharing"]
     code, out, _ = run(f"plan --model {model} --context 1M --machine mi300x --gpus 8")
-    assert code == 0 and "vllm serve" in out
+    assert code == 0 and "vllm serve" in out and "ranks x splits" in out
     code, out, _ = run(f"plan --model {model} --context 1M --machine mi300x --gpus 1 --requests 1000")
     assert code == 1 and "over 1 GPU (outer)" in out
 
@@ -128,6 +129,19 @@ def test_variant(run):
     code, out, _ = run(VARIANT + " --phase prefill")
     assert code == 0 and "swizzled-head-first" in out and "does not matter" in out
     assert "measured" in run(VARIANT.replace("gfx942", "h200") + " --phase prefill")[1]
+
+
+def test_variant_over_gpus(run):
+    line = "variant --q-heads 8 --kv-heads 1 --head-dim 128 --context 1M --device h200 --gpus 2"
+    code, out, _ = run(line)
+    assert code == 0 and "2 ranks of 2 share each sequence" in out and "2 x 264 *" in out
+    assert "8 query heads over 524,288 tokens" in out and "1 ACC (requests x KV heads)" in out
+    code, out, _ = run(line + " --json")
+    answer = json.loads(out)
+    assert [way["ranks"] for way in answer["ways_to_share"]] == [1, 2]
+    assert answer["split_tokens"] == 2048
+    code, _, complaint = run(line + " --phase prefill")
+    assert code != 0 and "--gpus is about decode" in complaint
 
 
 @pytest.mark.parametrize(

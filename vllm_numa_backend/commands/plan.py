@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from numa_attention.terminal import print_table, table
 
@@ -17,6 +19,7 @@ from .simulate import one_sentence
 
 if TYPE_CHECKING:
     from numa_attention.machine.plan import Plan
+    from numa_attention.machine.two_levels import TwoLevels
 
 
 def plan(
@@ -54,6 +57,25 @@ def plan(
         raise typer.Exit(1)
 
 
+def sharing_table(ways: Sequence[TwoLevels]) -> Table:
+    """Each number of ranks with its splits and times; a star at the fastest."""
+    from numa_attention.machine.two_levels import fastest
+
+    best = fastest(ways)
+    shown = table("ranks x splits", "tokens a split", "read", "sent", "reading", "merging", "exchanging")
+    for way in ways:
+        shown.add_row(
+            f"{way.ranks} x {way.splits}{' *' if way == best else ''}",
+            f"{way.split_tokens:,}",
+            f"{way.read_bytes / 1e6:.1f} MB",
+            f"{way.sent_bytes / 1e3:.1f} KB",
+            f"{way.reading * 1e6:.1f} us",
+            f"{way.merging * 1e6:.1f} us",
+            f"{way.exchanging * 1e6:.1f} us",
+        )
+    return shown
+
+
 def show(console: Console, answer: Plan) -> None:
     best = answer.best
     headline = f"vllm serve ... {answer.flags}"
@@ -80,6 +102,12 @@ def show(console: Console, answer: Plan) -> None:
             each.obstacle or "serves it",
         )
     print_table(console, options)
+    if answer.gpus > 1 and answer.ways_to_share:
+        console.print(
+            f"\nRanks that share each sequence, and splits inside each, one layer, computed. {answer.sharing}",
+            soft_wrap=True,
+        )
+        print_table(console, sharing_table(answer.ways_to_share))
     several = "s" if answer.gpus > 1 else ""
     console.print(
         f"\nWhere KV could lie, over {answer.gpus} GPU{several} (outer) and their NUMA domains (inner), one request, "

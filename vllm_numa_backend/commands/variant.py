@@ -14,6 +14,7 @@ from numa_attention.terminal import print_table, table
 
 from .. import settings
 from . import UserError, choices
+from .plan import sharing_table
 from .simulate import one_sentence
 
 if TYPE_CHECKING:
@@ -31,19 +32,35 @@ def variant(
     head_dim: Annotated[int, typer.Option()] = 128,
     phase: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
     batch: Annotated[int, typer.Option(min=1, max=MOST_REQUESTS, help="Requests at a time.")] = 1,
+    gpus: Annotated[
+        int, typer.Option(min=1, help="GPUs of one host that the heads and the context go over.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Explain the choice for one layer under the NUMA_SWIZZLE_* settings: kernel, tile, mapping, splits."""
     if phase not in PHASES:
         raise UserError(f"--phase {phase!r} is unknown: choose one of {', '.join(PHASES)}.")
+    if gpus > 1 and phase != "decode":
+        raise UserError("--gpus is about decode: a prefill is not divided over ranks here.")
     with one_sentence():
-        from numa_attention.machine import dispatch
+        from numa_attention.machine import dispatch, two_levels
         from numa_attention.machine.machines import machine as find
         from numa_attention.machine.plan import tokens as read_tokens
 
         tokens = read_tokens(context)
         device_model = find(device)
         chosen = settings_in_force()
+        ways = []
+        if gpus > 1:
+            ways = two_levels.ways_to_share(
+                device_model, gpus, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, element_bytes=2,
+                context=tokens, requests=batch,
+            )  # fmt: skip
+            ranks = two_levels.fastest(ways).ranks
+            # what one GPU has of the layer: some of the heads, and of their contexts its part
+            parts = gpus // ranks
+            kv_heads = -(-kv_heads // parts)
+            q_heads, tokens = q_heads // parts, -(-tokens // ranks)
         kernel = kernel_of(phase, q_heads, kv_heads, head_dim, device, chosen)
         if phase == "prefill":
             choice = dispatch.explain_prefill(
@@ -70,10 +87,15 @@ def variant(
             )
     if as_json:
         answer = dataclasses.asdict(choice) | {"variant": dataclasses.asdict(kernel)}
+        if ways:
+            answer["ways_to_share"] = [dataclasses.asdict(way) for way in ways]
         typer.echo(json.dumps(answer, indent=2))
         return
     console = Console(highlight=False)
     console.print(f"[bold]{escape(kernel.describe())}[/]", soft_wrap=True)
+    if ways:
+        console.print(f"  {two_levels.explain(ways, gpus)}", soft_wrap=True)
+        console.print(f"  On each GPU, {q_heads} query heads over {tokens:,} tokens:", soft_wrap=True)
     for reason in choice.reasons:
         console.print(f"  {escape(reason)}", soft_wrap=True)
     if choice.rows:
@@ -89,6 +111,8 @@ def variant(
                 row.measured,
             )
         print_table(console, shown)
+    if ways:
+        print_table(console, sharing_table(ways))
 
 
 def settings_in_force() -> settings.Settings:

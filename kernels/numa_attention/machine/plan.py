@@ -11,6 +11,7 @@ from ..limits import fault_of_head_dim
 from . import ModelError
 from .machines import Machine
 from .placement import MERGED_TENSORS, Attention, Cost, costs
+from .two_levels import TwoLevels, explain, ways_to_share
 
 WEIGHT_BYTES = {
     "float32": 4,
@@ -190,7 +191,8 @@ class Plan:
 
     placements: the six, for one request over GPUs (outer) and their NUMA domains (inner). placements_fit: whether all
     requests fit so. placements_seconds: reading and moving of one decode step. placement: the fastest that fits, or
-    None.
+    None. ways_to_share: ranks that share each sequence and splits inside each, for a decode step of one layer; none for
+    MLA. sharing: why the fastest of these is the fastest.
     """
 
     model: ModelShape
@@ -207,6 +209,8 @@ class Plan:
     placements_fit: list[bool]
     placements_seconds: list[float]
     placement: int | None
+    ways_to_share: list[TwoLevels]
+    sharing: str
 
 
 def tokens(text: str) -> int:
@@ -370,6 +374,12 @@ def make_plan(
     ) / machine.domains
     fitting = [requests * each.unit_kv_bytes <= unit_room for each in placed]
     times = [requests * placement_seconds(each, machine, gpus) for each in placed]
+    ways = []
+    if not model.latent:
+        ways = ways_to_share(
+            machine, gpus, q_heads=model.q_heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
+            element_bytes=element, context=context, requests=requests,
+        )  # fmt: skip
     winners = [(time, each.case) for time, each, fits in zip(times, placed, fitting, strict=True) if fits]
     return Plan(
         model,
@@ -386,6 +396,8 @@ def make_plan(
         fitting,
         times,
         min(winners)[1] if winners else None,
+        ways,
+        explain(ways, gpus) if ways else "",
     )
 
 
