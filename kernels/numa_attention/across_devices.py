@@ -19,7 +19,7 @@ from numa_attention.across_devices_kernel import (
 )
 from numa_attention.clock_device import ticks_per_second
 from numa_attention.jit import Launcher, pointer_traits
-from numa_attention.peer_memory import PeerMemory, Unreachable
+from numa_attention.peer_memory import PeerMemory
 from numa_attention.portable_launch import block_dim
 
 PATIENCE = (
@@ -91,7 +91,8 @@ class Workspace:
             LSE_BYTES=lse_bytes,
             PARTIAL_BYTES=partial_bytes,
         )
-        self._fitting: set[tuple] = set()
+        # layouts of calls that have passed `_check` -> strides, and constants of the kernel
+        self._fitting: dict[tuple, tuple[tuple, dict]] = {}
 
     def check(self) -> None:
         """Raise LostRank if a rank was missed in a launch that has run. Costs no synchronisation.
@@ -167,22 +168,17 @@ def allocate(
     workspace = Workspace(
         memory, max_tokens=max_tokens, q_heads=q_heads, head_dim_v=head_dim_v, dtype=dtype, patience=patience
     )
-    failure = try_out(workspace)
-    failures = [""] * group.size()
-    dist.all_gather_object(failures, failure, group)
-    for rank, reason in enumerate(failures):
-        if reason:
-            raise Unreachable(f"rank {rank}: {reason}")
+    peer_memory.agree(group, try_out(workspace))
     return workspace
 
 
-def try_out(workspace: Workspace, launches: int = 2 * BUFFERS + 1) -> str:
+def try_out(workspace: Workspace) -> str:
     """What goes wrong in a few merges whose results are known, "" if nothing. Every rank calls this."""
     world, device = workspace.world, workspace.device
     heads, columns = workspace.heads, workspace.head_dim_v
     tokens = min(workspace.max_tokens, 3)
     column = torch.arange(columns, device=device) % 7
-    for launch in range(launches):
+    for launch in range(world + BUFFERS):
         # one rank after the other has all the weight, in the end all have the same
         favoured = launch if launch < world else None
         values = [(column + rank + launch).to(workspace.dtype) for rank in range(world)]
@@ -226,16 +222,22 @@ def merge(
         merged.stride(), None if merged_lse is None else (merged_lse.dtype, merged_lse.shape, merged_lse.stride()),
         out.device,
     )  # fmt: skip
-    if layout not in workspace._fitting:
+    fitting = workspace._fitting.get(layout)
+    if fitting is None:
         _check(out, lse, workspace, merged, merged_lse)
-        workspace._fitting.add(layout)
+        strides = tuple(
+            stride
+            for tensor in (out, lse, merged, lse if merged_lse is None else merged_lse)
+            for stride in tensor.stride()[:2]
+        )
+        fitting = strides, workspace._constants | {"HAS_LSE": merged_lse is not None}
+        workspace._fitting[layout] = fitting
+    strides, constants = fitting
     tokens = out.shape[0]
     if not tokens:
         # without a row nobody waits for anybody, and a launch that counts but does not wait would lose the order
         return
     p_lse = lse if merged_lse is None else merged_lse
-    strides = (*out.stride()[:2], *lse.stride(), *merged.stride()[:2], *p_lse.stride())
-    constants = workspace._constants | {"HAS_LSE": merged_lse is not None}
     key = (
         out.get_device(), out.dtype, merged.dtype, strides, pointer_traits(out, lse, merged, p_lse),
         *constants.values(),

@@ -39,29 +39,34 @@ def allocate(group: dist.ProcessGroup, device: torch.device, size: int) -> PeerM
 
     Raises Unreachable on every rank if on any of them something speaks against it.
     """
-    obstacles: list[tuple[str, str]] = [("", "")] * group.size()
-    dist.all_gather_object(obstacles, (socket.gethostname(), obstacle(device)), group)
-    for rank, (_, reason) in enumerate(obstacles):
-        if reason:
-            raise Unreachable(f"rank {rank}: {reason}")
-    hosts = sorted({host for host, _ in obstacles})
+    hosts = sorted(set(agree(group, obstacle(device), socket.gethostname())))
     if len(hosts) > 1:
-        raise Unreachable(f"the ranks are on several hosts ({', '.join(hosts)}): one GPU writes to another's memory "
-                          "on one host only")  # fmt: skip
+        raise Unreachable(
+            f"the ranks are on several hosts ({', '.join(hosts)}), and one GPU writes to another's memory on one only"
+        )
     # multicast objects are a resource of the whole host, and nothing here uses them
     os.environ.setdefault(MULTICAST_OFF, "1")
-    failure, memory = "", None
+    failure, own, handle, offset = "", None, None, 0
     try:
-        memory = _rendezvous(group, device, size)
+        own, handle = _rendezvous(group, device, size)
+        # the tensor may lie inside a larger allocation, of which the handle knows the beginnings
+        offset = own.data_ptr() - handle.buffer_ptrs[group.rank()]
     except (RuntimeError, ImportError) as error:
-        failure = f"torch's symmetric memory failed: {str(error).strip().splitlines()[0]}"
-    failures = [""] * group.size()
-    dist.all_gather_object(failures, failure, group)
-    for rank, reason in enumerate(failures):
+        failure = f"torch's symmetric memory failed: {(str(error).strip() or repr(error)).splitlines()[0]}"
+    # this is also the barrier before which nobody may raise a flag in memory that its owner has yet to clear
+    offsets = agree(group, failure, offset)
+    addresses = tuple(begin + inside for begin, inside in zip(handle.buffer_ptrs, offsets, strict=True))
+    return PeerMemory(own, addresses, group.rank(), handle)
+
+
+def agree(group: dist.ProcessGroup, failure: str, value: object = None) -> list:
+    """The value of every rank; raises Unreachable on all ranks if any has a failure to tell."""
+    found: list = [None] * group.size()
+    dist.all_gather_object(found, (failure, value), group)
+    for rank, (reason, _) in enumerate(found):
         if reason:
             raise Unreachable(f"rank {rank}: {reason}")
-    assert memory is not None
-    return memory
+    return [each for _, each in found]
 
 
 def obstacle(device: torch.device) -> str:
@@ -71,19 +76,18 @@ def obstacle(device: torch.device) -> str:
     this = device.index if device.index is not None else torch.cuda.current_device()
     others = [other for other in range(torch.cuda.device_count()) if other != this]
     # a process that sees its own GPU alone learns of the others when it tries
-    deaf = [other for other in others if not torch.cuda.can_device_access_peer(this, other)]
-    if others and len(deaf) == len(others):
+    if others and not any(torch.cuda.can_device_access_peer(this, other) for other in others):
         return f"GPU {this} has no peer access to any other GPU of this host"
     return ""
 
 
-def _rendezvous(group: dist.ProcessGroup, device: torch.device, size: int) -> PeerMemory:
+def _rendezvous(group: dist.ProcessGroup, device: torch.device, size: int):
+    """This rank's piece, cleared, and torch's handle to all of them."""
     import torch.distributed._symmetric_memory as symmetric
 
     own = symmetric.empty(size, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(own, group)
     own.zero_()
-    # nobody raises a flag in memory that its owner has yet to clear
-    torch.cuda.synchronize(device)
-    dist.barrier(group)
-    return PeerMemory(own, tuple(handle.buffer_ptrs), group.rank(), handle)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return own, handle
