@@ -77,12 +77,18 @@ def step_of(
 
 
 def make_planner(
-    case: PagedCase, *, window: int = -1, kernels: str, general: bool = False, **options
+    case: PagedCase,
+    *,
+    window: int = -1,
+    kernels: str,
+    general: bool = False,
+    shape: LayerShape | None = None,
+    **options,
 ) -> Planner:
-    """A planner with room for the case, whose workspace is full of NaN."""
+    """A planner with room for the case, whose workspace is full of NaN. shape: instead of the case's own."""
     device = case.q.device
     planner = Planner(
-        shape_of(case, window, general),
+        shape or shape_of(case, window, general),
         device,
         max_requests=max(8, len(case.seq_lens)),
         max_tokens=max(64, len(case.q)),

@@ -21,6 +21,7 @@ from numa_attention.decode.work_list import (
     capacity,
     partial_slot,
 )
+from numa_attention.sharding import WHOLE, Shard
 from tests.kernel_step import kernels, make_planner, run, step_of
 from tests.support import make_paged_case
 
@@ -110,6 +111,8 @@ def test_device_form_equals_host_form(seed, device):
         "window": [-1, 100][seed % 2],
         "min_tiles": 1 + seed % 3,
         "domains": 1 + seed % 4,
+        # half of the lists are of one rank's part of the sequences
+        "shard": WHOLE if seed % 2 else Shard(1 + seed % 5, seed % 3 % (1 + seed % 5), 1 + seed),
     }
     workgroups = -(-workgroups // options["domains"]) * options["domains"]
     expected_ranges, expected_items = build_on_host(seq_lens, query_lens, workgroups=workgroups, **options)

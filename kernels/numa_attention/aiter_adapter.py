@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from numa_attention.shapes import CONTIGUOUS, LayerShape
+from numa_attention.shapes import LayerShape, has_plain_cache
 from numa_attention.topology import Topology
 
 DISTRIBUTION = "amd-aiter"
@@ -71,7 +71,7 @@ def why_not(
     for feature in ("sinks", "lse"):
         if feature in features:
             return f"it has no {feature}"
-    if shape.general or shape.page_size == CONTIGUOUS:
+    if shape.general or not has_plain_cache(shape):
         return "it lacks options of this layer"
     float8 = shape.kv_dtype != shape.dtype
     if phase == "prefill":

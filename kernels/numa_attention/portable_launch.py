@@ -68,6 +68,11 @@ def constants(
     )
 
 
+def shard_constants(shape: LayerShape) -> dict[str, int]:
+    """The compile-time constants of kernels that read a cache sharded over ranks."""
+    return dict(RANKS=shape.shard.ranks, RANK=shape.shard.rank, INTERLEAVE=shape.shard.interleave)
+
+
 def _row_strides(x: torch.Tensor) -> tuple[int, int, int]:
     """Strides of page, token and KV head; without pages the first is not used."""
     return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])

@@ -25,7 +25,7 @@ from numa_attention.jit import resolve, triton_release
 from numa_attention.machine.dispatch import MIN_TILES
 from numa_attention.mapping import check_mapping
 from numa_attention.mapping import tiles as host_tiles
-from numa_attention.shapes import CONTIGUOUS, LayerShape
+from numa_attention.shapes import CONTIGUOUS, LayerShape, UnsupportedShape
 from numa_attention.topology import Topology, detect
 from numa_attention.variants import (
     Variant,
@@ -42,8 +42,9 @@ class StepBatch:
     """The requests of one step; decoding requests come first.
 
     query_start_loc, query_start_loc_cpu: int32 [R + 1], first query token of each request, on the device and the host.
-    seq_lens: int32 [R] on the device, cached tokens of each request, the step's own included.
-    block_table: int32 [R, pages] on the device; rows may lie further apart than they are long.
+    seq_lens: int32 [R] on the device, cached tokens of each request, the step's own included, on all ranks together.
+    block_table: int32 [R, pages] on the device, pages of this rank's cache, as many columns on every rank; rows may lie
+    further apart than they are long.
     num_decodes: leading requests that decode, each with at most the planner's `max_decode_query` query tokens; a
     request without query tokens is padding. num_decode_tokens: their query tokens.
     causal: whether a query sees no key after its own, for all requests or int32 or bool [R] on the device for each.
@@ -193,6 +194,11 @@ class Planner:
         self.prefill_variant = prefill_variant or choose_prefill(
             shape, topology, self.kernels, mapping, aiter=aiter, features=features
         )
+        for variant in (self.decode_variant, self.prefill_variant):
+            if not shape.shard.is_whole and not variant.name.startswith(("portable-", "torch-")):
+                raise UnsupportedShape(
+                    f"{variant.name} takes whole sequences, not a cache sharded over ranks."
+                )
         self.decode_variant = place(self.decode_variant, placement, topology)
         self.prefill_variant = place(self.prefill_variant, placement, topology)
         self._queues = torch.zeros(2, topology.dispatch_domains + 1, dtype=torch.int32, device=self.device)
@@ -262,7 +268,7 @@ class Planner:
         if self.shape.page_size == CONTIGUOUS:
             seq_lens.copy_(batch.seq_lens)
         else:
-            held = batch.block_table.shape[1] * self.shape.page_size
+            held = batch.block_table.shape[1] * self.shape.page_size * self.shape.shard.ranks
             torch.clamp(batch.seq_lens, max=held, out=seq_lens)
         causal = batch.causal
         if not isinstance(causal, bool):
@@ -334,7 +340,7 @@ class Planner:
         plan, shape = self.extend_buffers, self.shape
         if plan is None or self.prefill_variant.name == aiter_adapter.PREFILL:
             return None
-        if batch.max_seq_len < max(EXTEND_KEYS, EXTEND_RATIO * batch.max_query_len):
+        if shape.shard.most(batch.max_seq_len) < max(EXTEND_KEYS, EXTEND_RATIO * batch.max_query_len):
             return None
         query_lens = np.diff(batch.query_start_loc_cpu[batch.num_decodes :].numpy())
         units = int((-(-query_lens * shape.group // plan.variant.block_m)).sum()) * shape.kv_heads
@@ -358,6 +364,7 @@ class Planner:
             min_tiles=min_tiles,
             domains=variant.domains_used,
             first_request=first,
+            shard=shape.shard,
         )
         if self.kernels == "triton":
             from numa_attention.decode.work_list_device import build_on_device

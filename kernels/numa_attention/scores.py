@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from numa_attention.jit import kernel
+from numa_attention.sharding_device import local_count
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -89,6 +90,9 @@ def sight(
     WINDOW: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     CLAMP_SPANS: tl.constexpr,
+    RANKS: tl.constexpr = 1,
+    RANK: tl.constexpr = 0,
+    INTERLEAVE: tl.constexpr = 1,
 ):
     """The first and the last key that the queries at o_position see, like o_position a number or [M].
 
@@ -99,6 +103,9 @@ def sight(
     its right where it is not causal, that it still sees, -1 for all. p_spans: `spans` pairs int32 of first and last
     token, of spans in which queries see the whole span, those with CLAMP_SPANS only its part inside the window. A
     causal row at a negative position, as padding rows are, sees nothing.
+
+    RANKS, RANK, INTERLEAVE: of a cache sharded over ranks (`sharding.py`), in which the two are tokens of this rank's
+    cache. o_position, seq_len and spans are positions in the sequence whatever the sharding.
     """
     b_first = o_position * 0
     b_last = b_first + (seq_len - 1)
@@ -117,6 +124,10 @@ def sight(
             b_last = tl.where(m_inside, tl.maximum(b_last, end), b_last)
             if not CLAMP_SPANS:
                 b_first = tl.where(m_inside, tl.minimum(b_first, begin), b_first)
+    if RANKS > 1:
+        # a run of positions is a run of the rank's tokens, if an empty one
+        b_first = local_count(b_first, RANKS, RANK, INTERLEAVE)
+        b_last = local_count(b_last + 1, RANKS, RANK, INTERLEAVE) - 1
     return b_first, b_last
 
 

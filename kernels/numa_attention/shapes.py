@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from numa_attention.limits import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, fault_of_head_dim
+from numa_attention.sharding import WHOLE, Shard
 
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
@@ -25,7 +26,7 @@ class LayerShape:
     page_size: tokens a page; CONTIGUOUS where keys and values are no cache but the step's own tokens in a row, as an
     encoder's. window: tokens to the left of a query position that it still sees, and to its right where attention is
     not causal, -1 for all (vLLM's sliding_window w is a window of w - 1). general: whether calls or steps ask for what
-    only the general kernels take (see `runner.GENERAL`).
+    only the general kernels take (see `runner.GENERAL`). shard: the part of every sequence that this cache holds.
     """
 
     q_heads: int
@@ -37,6 +38,7 @@ class LayerShape:
     page_size: int
     window: int = -1
     general: bool = False
+    shard: Shard = WHOLE
 
     @property
     def group(self) -> int:
@@ -62,10 +64,22 @@ class LayerShape:
             )
         if self.dtype not in QUERY_DTYPES:
             raise UnsupportedShape(f"dtype {self.dtype} is not supported: use float32, float16 or bfloat16.")
+        if not self.shard.is_whole and (
+            self.page_size == CONTIGUOUS or self.page_size % self.shard.interleave
+        ):
+            raise UnsupportedShape(
+                f"a cache with pages of {self.page_size} tokens cannot be sharded in runs of "
+                f"{self.shard.interleave} tokens: give pages of a multiple of the run."
+            )
         if self.window < -1:
             raise UnsupportedShape(
                 f"window {self.window} is not supported: give -1 for none, or 0 and more tokens."
             )
+
+
+def has_plain_cache(shape: LayerShape) -> bool:
+    """Whether the cache has pages and holds whole sequences, as kernels written for the usual layer expect."""
+    return shape.page_size != CONTIGUOUS and shape.shard.is_whole
 
 
 def chunk_of(page_size: int, block_n: int) -> int:

@@ -81,7 +81,10 @@ class _Layer:
         return rows.flatten(0, 1)[first - begin * page_size :][:count].float()
 
     def sight(self, request: int, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first and the last key that each query sees, both [M] and growing; see `scores.sight`."""
+        """The first and the last key that each query sees, both [M] and growing; see `scores.sight`.
+
+        Keys are counted in the cache, which may be one rank's shard of the sequence.
+        """
         window, end = self.shape.window, self.seq_lens[request] - 1
         first = torch.zeros_like(position) if window < 0 else (position - window).clamp(min=0)
         if self.causal[request]:
@@ -93,7 +96,8 @@ class _Layer:
             last = torch.where(inside, last.clamp(min=span_end), last)
             if not self.clamp_spans:
                 first = torch.where(inside, first.clamp(max=begin), first)
-        return first, last.clamp(max=end)
+        shard = self.shape.shard
+        return shard.count(first), shard.count(last.clamp(min=-1, max=end) + 1) - 1
 
     def attend(self, request, kv_head, tokens, heads, position, key_begin, key_end):
         """Normalised output [M, head_dim_v] and natural LSE [M] over keys [key_begin, key_end) that the tile sees."""
@@ -110,7 +114,7 @@ class _Layer:
         if self.soft_cap > 0.0:
             score = self.soft_cap * torch.tanh(score / self.soft_cap)
         if self.alibi_slopes is not None:
-            distance = (key[None, :] - position[:, None]).float()
+            distance = (self.shape.shard.position(key)[None, :] - position[:, None]).float()
             if self.alibi_sqrt:
                 distance = -torch.sqrt((-distance).clamp(min=0))
             score += self.alibi_slopes[heads, None].float() * distance

@@ -7,6 +7,7 @@ import triton.language as tl
 from numa_attention.jit import kernel
 from numa_attention.paged import page_rows
 from numa_attention.scores import safe_max, score_tile
+from numa_attention.sharding_device import global_position
 
 
 @kernel
@@ -44,11 +45,14 @@ def walk(
     HAS_ALIBI: tl.constexpr,
     IN_FLOAT16: tl.constexpr,
     MASKED: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
 ):
     """Fold KV tiles [tile_begin, tile_end) into the softmax state (m, l, acc) of one query tile.
 
     Its rows see the keys from b_first (0 for all unless HAS_FIRST) to b_last, together those of [key_low, key_high);
-    without MASKED every row sees every key of the tiles.
+    without MASKED every row sees every key of the tiles. Keys are tokens of this rank's cache, see `scores.sight`.
     """
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
@@ -70,7 +74,9 @@ def walk(
         b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
         if IN_FLOAT16:
             b_s = b_s * b_factor[:, None]
-        b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP, HAS_ALIBI)
+        # only ALiBi asks for the position of a key; masks are in the tokens of this cache
+        o_key_position = global_position(o_key, RANKS, RANK, INTERLEAVE) if HAS_ALIBI else o_key
+        b_s = score_tile(b_s, o_position, o_key_position, b_slope, scale, soft_cap, HAS_CAP, HAS_ALIBI)
         if MASKED:
             m_seen = o_key[None, :] <= b_last[:, None]
             if HAS_FIRST:

@@ -40,6 +40,8 @@ def why_not(shape: LayerShape, triton: tuple[int, int] | None) -> str | None:
         return f"needs Triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or later, found {found}"
     if shape.page_size == CONTIGUOUS:
         return "takes paged caches, not keys and values in a row"
+    if not shape.shard.is_whole:
+        return "takes whole sequences, not a cache sharded over ranks"
     if shape.dtype not in (torch.float16, torch.bfloat16):
         return f"takes queries in float16 and bfloat16, not {_short(shape.dtype)}"
     if shape.kv_dtype not in (shape.dtype, torch.float8_e4m3fn, torch.float8_e5m2):

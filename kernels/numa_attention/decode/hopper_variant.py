@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from numa_attention.shapes import CONTIGUOUS, LayerShape
+from numa_attention.shapes import LayerShape, has_plain_cache
 
 FORMS = ("single", "two-stage", "four-stage")
 OLDEST_TRITON = (3, 6)
@@ -40,7 +40,7 @@ def why_not(shape: LayerShape, triton: tuple[int, int] | None) -> str | None:
     if triton is None or triton < OLDEST_TRITON:
         found = "none" if triton is None else f"{triton[0]}.{triton[1]}"
         return f"needs Triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or later, found {found}"
-    if shape.general or shape.page_size == CONTIGUOUS:
+    if shape.general or not has_plain_cache(shape):
         return "takes none of the options that only the general kernels take"
     if shape.dtype not in (torch.float16, torch.bfloat16):
         return f"takes queries in float16 and bfloat16, not {_short(shape.dtype)}"

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from numa_attention.jit import kernel
 from numa_attention.placement_device import take
-from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
+from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim, shard_constants
 from numa_attention.scores import (
     add_sink,
     natural_lse,
@@ -224,6 +224,9 @@ def decode_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_OUT_SCALE: tl.constexpr,
     OUT_LARGEST: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
     DOMAINS: tl.constexpr,
     FAN_IN: tl.constexpr,
     PARTS: tl.constexpr,
@@ -301,14 +304,17 @@ def decode_kernel(
         if HAS_SPANS:
             p_spans = spans + request * (span_count * 2)
         key_low, all_see_last = sight(
-            seq_len - query_len, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
-        )
+            seq_len - query_len, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS,
+            RANKS, RANK, INTERLEAVE,
+        )  # fmt: skip
         all_see_low, key_last = sight(
-            seq_len - 1, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
-        )
+            seq_len - 1, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS,
+            RANKS, RANK, INTERLEAVE,
+        )  # fmt: skip
         b_first, b_last = sight(
-            o_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
-        )
+            o_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS,
+            RANKS, RANK, INTERLEAVE,
+        )  # fmt: skip
         key_high = key_last + 1
         # tiles that every row sees whole need no mask
         interior_end = tl.minimum(tl.maximum((all_see_last + 1) // BLOCK_N, tile_begin), tile_end)
@@ -321,7 +327,7 @@ def decode_kernel(
                 tile_begin, interior_begin, qk_scale, soft_cap,
                 k_page_stride, k_token_stride, v_page_stride, v_token_stride,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
-                IN_FLOAT16, True,
+                IN_FLOAT16, True, RANKS, RANK, INTERLEAVE,
             )  # fmt: skip
         b_m, b_l, b_acc = walk(
             b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
@@ -329,7 +335,7 @@ def decode_kernel(
             interior_begin, interior_end, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
-            IN_FLOAT16, False,
+            IN_FLOAT16, False, RANKS, RANK, INTERLEAVE,
         )  # fmt: skip
         b_m, b_l, b_acc = walk(
             b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
@@ -337,7 +343,7 @@ def decode_kernel(
             interior_end, tile_end, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
-            IN_FLOAT16, True,
+            IN_FLOAT16, True, RANKS, RANK, INTERLEAVE,
         )  # fmt: skip
 
         whole = splits == 1
@@ -412,6 +418,7 @@ def constants(shape: LayerShape, variant: Variant) -> dict[str, int]:
     """The compile-time constants that this kernel declares after those of every kernel."""
     accumulator = variant.block_m * block_dim(shape.head_dim_v)
     return dict(
+        **shard_constants(shape),
         DOMAINS=variant.domains if variant.mapping.startswith("swizzled") else 1,
         FAN_IN=FAN_IN,
         PARTS=max(FAN_IN, next_power_of_2(-(-variant.workgroups // FAN_IN))),

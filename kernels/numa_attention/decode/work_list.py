@@ -15,7 +15,8 @@ definition in numpy):
 - items int32 [capacity, 8]: request, KV head, row block, first tile, end tile, split, splits of the unit, first
   workgroup of the unit. Item u + w is workgroup w's part of unit u, so positions need no counting; others are unused.
 
-Tile t of a request covers KV tokens [t * block_n, (t + 1) * block_n). Tiles left of every query's window are left out.
+Tile t of a request covers KV tokens [t * block_n, (t + 1) * block_n) of the cache, which may be one rank's shard of the
+sequence. Tiles left of every query's window are left out.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from numa_attention.mapping import piece_start
+from numa_attention.sharding import WHOLE, Shard
 
 ITEM_FIELDS = 8
 REQUEST, KV_HEAD, ROW_BLOCK, TILE_BEGIN, TILE_END, SPLIT, SPLITS, FIRST_WORKGROUP = range(ITEM_FIELDS)
@@ -57,11 +59,12 @@ def build_on_host(
     min_tiles: int,
     domains: int = 1,
     first_request: int = 0,
+    shard: Shard = WHOLE,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ranges, items) for requests of seq_lens, query_lens int [R]; see the module's text.
 
     min_tiles: the fewest tiles a workgroup is given while another could take them. domains: they divide workgroups.
-    first_request: what the items call the first of these requests.
+    first_request: what the items call the first of these requests. shard: the part of each sequence in the cache.
     """
     blocks = -(-np.maximum(query_lens, 0).astype(np.int64) * group // block_m)
     items = np.full((int(blocks.sum()) * kv_heads + workgroups, ITEM_FIELDS), -1, np.int32)
@@ -71,10 +74,12 @@ def build_on_host(
         return ranges, items
     seq_lens, query_lens = seq_lens[requests].astype(np.int64), query_lens[requests].astype(np.int64)
     begin = (
-        np.maximum(seq_lens - query_lens - window, 0) // block_n if window >= 0 else np.zeros_like(seq_lens)
+        shard.count(np.maximum(seq_lens - query_lens - window, 0)) // block_n
+        if window >= 0
+        else np.zeros_like(seq_lens)
     )
     # a request with queries but no keys still has its output written: it takes one empty tile
-    tiles = np.maximum(-(-seq_lens // block_n) - begin, 1)
+    tiles = np.maximum(-(-shard.count(seq_lens) // block_n) - begin, 1)
     blocks = blocks[requests]
     units = kv_heads * blocks
     first_unit = np.cumsum(units) - units

@@ -6,6 +6,8 @@ import torch
 import triton.language as tl
 
 from numa_attention.jit import kernel
+from numa_attention.sharding import WHOLE, Shard
+from numa_attention.sharding_device import local_count
 from numa_attention.variants import next_power_of_2
 
 
@@ -26,6 +28,9 @@ def work_list_kernel(
     MIN_TILES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DOMAINS: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     o_r = tl.arange(0, BLOCK_R)
@@ -34,12 +39,14 @@ def work_list_kernel(
     p_start = query_start_loc + first_request + o_r
     b_query = tl.load(p_start + 1, mask=m_r, other=0) - tl.load(p_start, mask=m_r, other=0)
     if WINDOW >= 0:
-        b_begin = tl.maximum(b_seq - b_query - WINDOW, 0) // BLOCK_N
+        b_begin = tl.maximum(b_seq - b_query - WINDOW, 0)
+        b_begin = local_count(b_begin, RANKS, RANK, INTERLEAVE) // BLOCK_N
     else:
         b_begin = tl.zeros_like(b_seq)
     b_blocks = (b_query * GROUP + BLOCK_M - 1) // BLOCK_M  # 0 for padding requests
     b_units = b_blocks * KV_HEADS
-    b_tiles = tl.maximum((b_seq + BLOCK_N - 1) // BLOCK_N - b_begin, 1)
+    b_held = local_count(b_seq, RANKS, RANK, INTERLEAVE)
+    b_tiles = tl.maximum((b_held + BLOCK_N - 1) // BLOCK_N - b_begin, 1)
     b_weight = b_tiles.to(tl.int64) * b_units
     b_end = tl.cumsum(b_weight, 0)
     b_first_unit = tl.cumsum(b_units, 0) - b_units
@@ -102,6 +109,7 @@ def build_on_device(
     min_tiles: int,
     domains: int = 1,
     first_request: int = 0,
+    shard: Shard = WHOLE,
 ) -> None:
     """Fill ranges and items (see `decode/work_list.py`) from seq_lens int32 [R], query_start_loc int32 [R + 1].
 
@@ -125,5 +133,8 @@ def build_on_device(
         MIN_TILES=min_tiles,
         BLOCK_R=next_power_of_2(max_requests),
         DOMAINS=domains,
+        RANKS=shard.ranks,
+        RANK=shard.rank,
+        INTERLEAVE=shard.interleave,
         num_warps=4,
     )

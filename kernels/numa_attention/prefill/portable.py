@@ -13,7 +13,7 @@ import triton.language as tl
 
 from numa_attention.jit import kernel
 from numa_attention.placement_device import take
-from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher
+from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, shard_constants
 from numa_attention.scores import add_sink, natural_lse, normalise, quantise, query_in_float16, sight
 from numa_attention.shapes import LayerShape
 from numa_attention.variants import Variant
@@ -80,6 +80,9 @@ def prefill_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_OUT_SCALE: tl.constexpr,
     OUT_LARGEST: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
     QUEUES: tl.constexpr,
     IN_FLOAT16: tl.constexpr,
 ):
@@ -139,15 +142,18 @@ def prefill_kernel(
         first_position = context_len + block * BLOCK_M // GROUP
         last_position = context_len + tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
         key_low, all_see_last = sight(
-            first_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
-        )
+            first_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS,
+            RANKS, RANK, INTERLEAVE,
+        )  # fmt: skip
         all_see_low, key_last = sight(
-            last_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
-        )
+            last_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS,
+            RANKS, RANK, INTERLEAVE,
+        )  # fmt: skip
         # rows past the last query are masked like the rest and never written
         b_first, b_last = sight(
-            o_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS
-        )
+            o_position, seq_len, causal, p_spans, span_count, CAUSAL, WINDOW, HAS_SPANS, CLAMP_SPANS,
+            RANKS, RANK, INTERLEAVE,
+        )  # fmt: skip
         key_high = key_last + 1
         tile_low = key_low // BLOCK_N
         tile_interior = (all_see_low + BLOCK_N - 1) // BLOCK_N
@@ -168,7 +174,7 @@ def prefill_kernel(
                 tile_low, tile_interior, qk_scale, soft_cap,
                 k_page_stride, k_token_stride, v_page_stride, v_token_stride,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
-                IN_FLOAT16, True,
+                IN_FLOAT16, True, RANKS, RANK, INTERLEAVE,
             )  # fmt: skip
             # rows that have seen no key yet meet the interior with m = -inf; there every real row sees every key
             tile_low = tile_interior
@@ -178,7 +184,7 @@ def prefill_kernel(
             tile_low, tile_diagonal, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
-            IN_FLOAT16, False,
+            IN_FLOAT16, False, RANKS, RANK, INTERLEAVE,
         )  # fmt: skip
         b_m, b_l, b_acc = walk(
             b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
@@ -186,7 +192,7 @@ def prefill_kernel(
             tile_diagonal, tile_high, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
-            IN_FLOAT16, True,
+            IN_FLOAT16, True, RANKS, RANK, INTERLEAVE,
         )  # fmt: skip
         # which rows these are is read and computed again: kept, it would take registers during the walk
         o_row = tl.load(p_tile + 2, volatile=True) * BLOCK_M + o_m
@@ -211,7 +217,7 @@ def prefill_kernel(
 
 def constants(shape: LayerShape, variant: Variant) -> dict[str, int]:
     """The compile-time constants that this kernel declares after those of every kernel."""
-    return dict(QUEUES=variant.queues, IN_FLOAT16=variant.in_float16)
+    return dict(**shard_constants(shape), QUEUES=variant.queues, IN_FLOAT16=variant.in_float16)
 
 
 _launch = LayerLauncher(prefill_kernel, constants)
