@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numa_attention.merge import merge_states
+from numa_attention.merge import fold_sinks, merge_states
 
 HEAD_DIM = 3
 
@@ -104,3 +104,17 @@ def test_no_precision_is_lost_to_the_type_of_the_parts(given_dtype, returned):
     out, lse = merge_states(torch.ones(2, 1, HEAD_DIM, dtype=given_dtype), torch.zeros(2, 1))
     assert out.dtype == lse.dtype == returned
     torch.testing.assert_close(lse, torch.full((1,), math.log(2), dtype=returned))
+
+
+def test_a_sink_folds_in_after_a_merge():
+    """As a key without a value, once for all parts; where nothing else is seen it takes all the weight."""
+    random = torch.Generator().manual_seed(0)
+    outs, lses = torch.randn(3, 5, 2, HEAD_DIM, generator=random), torch.randn(3, 5, 2, generator=random)
+    lses[:, 4] = -math.inf
+    sinks = torch.tensor([0.5, -math.inf])
+    out, lse = fold_sinks(*merge_states(outs, lses), sinks)
+    sink = torch.zeros(1, 5, 2, HEAD_DIM), sinks.expand(1, 5, 2)
+    expected = merge_states(torch.cat([outs, sink[0]]), torch.cat([lses, sink[1]]))
+    torch.testing.assert_close(out, expected[0])
+    torch.testing.assert_close(lse, expected[1])
+    assert torch.equal(out[4], torch.zeros(2, HEAD_DIM)) and lse[4].tolist() == [0.5, -math.inf]
