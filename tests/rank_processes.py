@@ -20,15 +20,16 @@ STALL_S = 8.0
 
 
 def run_ranks(
-    function: Callable, size: int, folder: Path, *arguments, group_limit_s: float = 30.0, preload: str = ""
+    function: Callable, size: int, folder: Path, *arguments, group_limit_s: float = 30.0, fork: bool = False
 ) -> list:
     """What `function(ranks, *arguments)` returns in each of `size` processes, or the exception it raised there.
 
     A process that ends without a result gives its exit code. folder: an empty one. group_limit_s: the time limit of
-    the process group. preload: a module whose import every process needs, done once for all of them.
+    the process group. fork: fork this process, which has imported what they need and runs one thread.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tests.rank_processes", *([preload] if preload else [])])
+    context = multiprocessing.get_context("fork" if fork else "forkserver")
+    if not fork:
+        context.set_forkserver_preload(["torch", "tests.rank_processes"])
     processes = [
         context.Process(target=_run_rank, args=(function, rank, size, folder, group_limit_s, arguments))
         for rank in range(size)

@@ -113,8 +113,6 @@ class NumaSwizzleBackend(BackendBase):
             "R-SWA not supported": f"reference sliding window attention (R-SWA) is not supported: {elsewhere}",
             "PCP not supported": "prefill context parallelism is not supported: "
             "give --prefill-context-parallel-size 1",
-            "DCP not supported": "decode context parallelism is not supported: "
-            "give --decode-context-parallel-size 1",
             "batch invariance not supported": f"VLLM_BATCH_INVARIANT is not supported: unset it, or {elsewhere}",
         }
         fp8 = _fault_of_fp8(kv_cache_dtype, kwargs.get("device_capability"))

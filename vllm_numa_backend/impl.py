@@ -16,6 +16,7 @@ from numa_attention.kv_cache import write_pages
 from numa_attention.runner import attend
 from vllm_numa_backend import NAME, settings
 from vllm_numa_backend.compat import split_kv_cache
+from vllm_numa_backend.context_parallel import VllmRanks, attend_over_ranks, exchange, fault_of_layer
 from vllm_numa_backend.metadata import NumaSwizzleMetadata
 from vllm_numa_backend.remedy import another_backend
 
@@ -35,6 +36,10 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
     # queries in the model's type are as fast, since products run in 16 bits, and more exact; those that come in
     # float8 all the same are taken with their scale
     supports_quant_query_input = False
+    # of decode context parallelism, see context_parallel.py; with any interleave, since masks are of positions
+    can_return_lse_for_decode = True
+    supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
         self,
@@ -64,10 +69,9 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
                 raise NotImplementedError(
                     f"{NAME} does not support the layer option {name}={value!r}: {another_backend()}."
                 )
-        if self.dcp_world_size > 1 or self.pcp_world_size > 1:
+        if self.pcp_world_size > 1:
             raise NotImplementedError(
-                f"{NAME} does not support context parallelism: give --decode-context-parallel-size 1 and "
-                "--prefill-context-parallel-size 1."
+                f"{NAME} does not support prefill context parallelism: give --prefill-context-parallel-size 1."
             )
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"{NAME} needs one sink per query head, {num_heads}, and got {sinks.shape[0]}.")
@@ -87,8 +91,22 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
         self.fp8_dtype = _FP8_DTYPES[kv_cache_dtype]() if is_fp8 else None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.kernels = settings.current().kernels
+        self.ranks = self._join_ranks(attn_type)
         # what tells this layer's schedule from those of the other layers in its KV cache group
         self.schedule_key = (num_heads, self.window)
+
+    def _join_ranks(self, attn_type: str) -> VllmRanks | None:
+        """The ranks that share this layer's cache, None where this one has it all."""
+        self.exchange = exchange()
+        if self.dcp_world_size == 1 or self.is_encoder:
+            return None
+        fault = fault_of_layer(self, attn_type == AttentionType.ENCODER_DECODER)
+        if fault is not None:
+            raise NotImplementedError(fault)
+        ranks = VllmRanks()
+        if self.alibi_slopes is not None:
+            self.alibi_slopes = ranks.all_gather(self.alibi_slopes).flatten()
+        return ranks
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Whether `forward` can quantise its output as `quant_key` says: to float8, by one scale known beforehand."""
@@ -150,12 +168,16 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
             k_pages, v_pages = self._pages(kv_cache)
         k_scale, v_scale = self._scales(layer)
         spans = attn_metadata.mm_prefix_range_tensor
-        attend(
+        schedule = attn_metadata.schedules[self.schedule_key]
+        run, over_ranks = attend, {}
+        if not schedule.shape.shard.is_whole:
+            run, over_ranks = attend_over_ranks, {"ranks": self.ranks, "exchange": self.exchange}
+        run(
             query[:tokens],
             k_pages,
             v_pages,
             output[:tokens],
-            attn_metadata.schedules[self.schedule_key],
+            schedule,
             scale=self.scale,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
@@ -167,5 +189,6 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
             k_scale=k_scale,
             v_scale=v_scale,
             out_scale=output_scale,
+            **over_ranks,
         )
         return output

@@ -22,6 +22,7 @@ from numa_attention.schedule import Planner, Schedule, StepBatch
 from numa_attention.shapes import CONTIGUOUS, LayerShape
 from vllm_numa_backend import NAME, settings
 from vllm_numa_backend.compat import backend_names_kv_shape
+from vllm_numa_backend.context_parallel import shard_of
 from vllm_numa_backend.remedy import another_backend
 
 logger = init_logger("vllm.numa_swizzle")
@@ -61,7 +62,7 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
                 f"{NAME} does not support reference sliding window attention (R-SWA): {another_backend()}."
             )
         # a speculative step, a few tokens a request, is decode
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         self.planners = self._make_planners()
         # for steps that only the general kernels take, once there is one
         self._general_planners: dict[tuple[int, int], Planner] | None = None
@@ -85,7 +86,7 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
         for layer in (layers[name] for name in self.layer_names):
             if layer.impl.schedule_key in planners:
                 continue
-            shape = layer_shape(layer, self.kv_cache_spec, self.vllm_config.model_config.dtype)
+            shape = layer_shape(layer, self.kv_cache_spec, self.vllm_config)
             if general:
                 shape = dataclasses.replace(shape, general=True)
             shape.check()
@@ -220,10 +221,11 @@ def image_spans(common: CommonAttentionMetadata) -> torch.Tensor | None:
     return torch.tensor(padded, dtype=torch.int32).to(common.query_start_loc.device, non_blocking=True)
 
 
-def layer_shape(layer: Any, kv_cache_spec: Any, default_dtype: torch.dtype) -> LayerShape:
+def layer_shape(layer: Any, kv_cache_spec: Any, vllm_config: Any) -> LayerShape:
     """What the kernels need to know of an attention layer whose cache has this spec."""
     impl = layer.impl
-    dtype = getattr(layer, "dtype", default_dtype)
+    dtype = getattr(layer, "dtype", vllm_config.model_config.dtype)
+    shard = shard_of(impl, kv_cache_spec, vllm_config)
     head_dim_v = getattr(layer, "head_size_v", kv_cache_spec.head_size)
     if head_dim_v != kv_cache_spec.head_size and backend_names_kv_shape():
         raise NotImplementedError(
@@ -231,7 +233,8 @@ def layer_shape(layer: Any, kv_cache_spec: Any, default_dtype: torch.dtype) -> L
             f"on vLLM 0.32 and later only: {another_backend()}."
         )
     return LayerShape(
-        q_heads=impl.num_heads,
+        # the ranks that share a cache attend with the queries of all of them
+        q_heads=impl.num_heads * shard.ranks,
         kv_heads=kv_cache_spec.num_kv_heads,
         head_dim=kv_cache_spec.head_size,
         head_dim_v=head_dim_v,
@@ -240,6 +243,7 @@ def layer_shape(layer: Any, kv_cache_spec: Any, default_dtype: torch.dtype) -> L
         page_size=CONTIGUOUS if impl.is_encoder else kv_cache_spec.block_size,
         window=impl.window,
         general=impl.use_alibi_sqrt or impl.supports_quant_query_input,
+        shard=shard,
     )
 
 
@@ -255,4 +259,5 @@ def _announce(schedule: Schedule) -> None:
             _announced.add((phase, shape))
             heads = f"{shape.q_heads}/{shape.kv_heads} heads of {shape.head_dim}"
             window = "" if shape.window < 0 else f", window {shape.window}"
-            logger.info("%s %s of %s%s: %s", NAME, phase, heads, window, part.variant.describe())
+            held = "" if shape.shard.is_whole else f", {shape.shard}"
+            logger.info("%s %s of %s%s%s: %s", NAME, phase, heads, window, held, part.variant.describe())

@@ -53,17 +53,24 @@ TABLE = (
         "whom the mapping trusts: dispatch (the hardware deals workgroups to the domains in turn) or hardware (on "
         "MI300X and MI355X each workgroup reads its XCD and takes work from that XCD's queue)",
     ),
+    Setting(
+        "NUMA_SWIZZLE_EXCHANGE",
+        ("auto", "ag_rs", "a2a"),
+        "how ranks that share a sequence merge their results: auto (as vLLM's --dcp-comm-backend says), ag_rs (gather "
+        "the LSEs, reduce-scatter the outputs) or a2a (all in one all-to-all)",
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The values in force. `mapping` is None for auto, as the planner takes it."""
+    """The values in force. `mapping` is None for auto, as the planner takes it, and so is `exchange`."""
 
     kernels: str = "auto"
     mapping: str | None = None
     aiter: str = "auto"
     placement: str = "dispatch"
+    exchange: str | None = None
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:
@@ -74,12 +81,13 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
         if name.startswith(PREFIX) and name not in known:
             raise SettingsError(f"{name} is not a setting; the settings are {', '.join(sorted(known))}.")
     values = {row.variable: _value(row, environ) for row in TABLE}
-    mapping = values["NUMA_SWIZZLE_MAPPING"]
+    mapping, exchange = values["NUMA_SWIZZLE_MAPPING"], values["NUMA_SWIZZLE_EXCHANGE"]
     return Settings(
         kernels=values["NUMA_SWIZZLE_KERNELS"],
         mapping=None if mapping == "auto" else mapping,
         aiter=values["NUMA_SWIZZLE_AITER"],
         placement=values["NUMA_SWIZZLE_PLACEMENT"],
+        exchange=None if exchange == "auto" else exchange,
     )
 
 

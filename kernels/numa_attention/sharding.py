@@ -39,6 +39,9 @@ class Shard:
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank {self.rank} is none of {self.ranks}: they are numbered from 0")
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.ranks}, runs of {self.interleave}"
+
     @property
     def is_whole(self) -> bool:
         """Whether this one rank holds every token."""

@@ -19,6 +19,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 import vllm_numa_backend
+from numa_attention.sharding import WHOLE, Shard
 from vllm_numa_backend.compat import backend_names_kv_shape
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 32
@@ -83,7 +84,8 @@ class Rig:
     """Layers of one KV cache group with their caches, and the builder of their metadata.
 
     shares: by layer, the layer whose keys and values it attends over. causal, images: what the steps say of causality
-    and of images, as the model runner does. as_quantised: what becomes of queries.
+    and of images, as the model runner does. as_quantised: what becomes of queries. shard: the part of every sequence
+    in these caches, where the rig is that of one rank of several; all ranks' rigs draw the same numbers.
     """
 
     config: object
@@ -97,6 +99,7 @@ class Rig:
     causal: bool | torch.Tensor = True
     images: dict[int, list[tuple[int, int]]] | None = None
     as_quantised: Callable[[torch.Tensor], torch.Tensor] = lambda query: query
+    shard: Shard = WHOLE
 
     def random(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, generator=self.generator).to(self.dtype)
@@ -115,7 +118,10 @@ class Rig:
         """
         tokens = sum(query_lens)
         rows = tokens + padding
-        queries = [self.random(rows, layer.num_heads, layer.head_size) for layer in self.layers]
+        queries = [
+            self.random(rows, self.shard.ranks, layer.num_heads, layer.head_size)[:, self.shard.rank]
+            for layer in self.layers
+        ]
         keys = [self.random(rows, layer.num_kv_heads, layer.head_size) for layer in self.layers]
         values = [self.random(rows, layer.num_kv_heads, layer.head_size_v) for layer in self.layers]
         common = self.common(requests, query_lens, padding)
@@ -143,19 +149,18 @@ class Rig:
         self, requests: Sequence[Request], query_lens: Sequence[int], padding: int = 0
     ) -> CommonAttentionMetadata:
         """What vLLM's model runner hands to a builder, before the step's tokens count as written."""
-        table_width = max(-(-(r.length + n) // self.page) for r, n in zip(requests, query_lens, strict=True))
+        span = self.page * self.shard.ranks  # tokens of a sequence that one page on every rank holds
+        table_width = max(-(-(r.length + n) // span) for r, n in zip(requests, query_lens, strict=True))
         rows = len(requests) + padding
         # wider than needed and full of pages that do not exist: only the pages of a sequence may be read
         table = torch.full((rows, table_width + 3), 10**9, dtype=torch.int32)
         slots: list[int] = []
         for row, (request, query_len) in enumerate(zip(requests, query_lens, strict=True)):
             end = request.length + query_len
-            while len(request.pages) * self.page < end:
+            while len(request.pages) * span < end:
                 request.pages.append(self.free.pop())
             table[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
-            slots += [
-                request.pages[t // self.page] * self.page + t % self.page for t in range(request.length, end)
-            ]
+            slots += [self.slot(request, position) for position in range(request.length, end)]
         query_lens = [*query_lens, *[0] * padding]
         seq_lens = [r.length + n for r, n in zip(requests, query_lens, strict=False)] + [0] * padding
         starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
@@ -174,6 +179,13 @@ class Rig:
             seq_lens_cpu_upper_bound=torch.tensor(seq_lens, dtype=torch.int32),
         )
 
+    def slot(self, request: Request, position: int) -> int:
+        """Where the key and value at a position go in this rank's cache, -1 for nowhere."""
+        local = self.shard.count(position)
+        if self.shard.position(local) != position:
+            return -1
+        return request.pages[local // self.page] * self.page + local % self.page
+
     def expected(self, i: int, queries, requests, query_lens) -> torch.Tensor:
         """Attention of layer `i` in float64 over whole sequences, which knows of no pages."""
         layer, impl = self.layers[i], self.layers[i].impl
@@ -190,8 +202,9 @@ class Rig:
             positions = torch.arange(request.length)
             distance = positions[-query_len:, None] - positions
             if impl.alibi_slopes is not None:
+                slopes = impl.alibi_slopes.unflatten(0, (self.shard.ranks, -1))[self.shard.rank]
                 bias = distance.double().clamp(min=0).sqrt() if impl.use_alibi_sqrt else distance
-                scores = scores - impl.alibi_slopes.double()[:, None, None] * bias
+                scores = scores - slopes.double()[:, None, None] * bias
             is_causal = self.causal if isinstance(self.causal, bool) else bool(self.causal[index])
             hidden = (distance < 0) & is_causal
             too_far = torch.zeros_like(hidden)
@@ -222,10 +235,16 @@ def rig(
     pages: int = 64,
     heads_first: bool = False,
     head_dim: int = HEAD_DIM,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    shard: Shard = WHOLE,
     layer_options: dict | None = None,
     **overrides,
 ) -> Iterator[Rig]:
-    """Real layers, one per window, selected by vLLM itself as --attention-backend NUMA_SWIZZLE would."""
+    """Real layers, one per window, selected by vLLM itself as --attention-backend NUMA_SWIZZLE would.
+
+    heads, kv_heads: of this rank. shard: what the caches hold, for which vLLM's groups of ranks must exist.
+    """
     from vllm.model_executor.layers.attention import Attention
 
     overrides = {"attention_backend": "NUMA_SWIZZLE", "block_size": page} | overrides
@@ -237,10 +256,10 @@ def rig(
         with set_current_vllm_config(config):
             layers = [
                 Attention(
-                    HEADS,
+                    heads,
                     head_dim,
                     head_dim**-0.5,
-                    num_kv_heads=KV_HEADS,
+                    num_kv_heads=kv_heads,
                     cache_config=config.cache_config,
                     per_layer_sliding_window=window,
                     prefix=f"model.layers.{i}.attn",
@@ -257,7 +276,7 @@ def rig(
             builder = backend.get_builder_cls()(spec, names, config, torch.device("cpu"))
             generator = torch.Generator().manual_seed(0)
             free = torch.randperm(pages, generator=generator).tolist()
-            yield Rig(config, layers, builder, page, dtype, free, generator)
+            yield Rig(config, layers, builder, page, dtype, free, generator, shard=shard)
     finally:
         torch.set_default_dtype(before)
 

@@ -15,7 +15,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RELEASES = {"0.25.1": ".venv-vllm025", "0.33.0": ".venv-vllm033"}
-MODULES = ("test_step.py", "test_attention_types.py", "test_support.py", "test_selection.py")
+MODULES = (
+    "test_step.py",
+    "test_attention_types.py",
+    "test_context_parallel.py",
+    "test_support.py",
+    "test_selection.py",
+)
 
 
 @pytest.mark.slow

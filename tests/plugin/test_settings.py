@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from numa_attention import aiter_adapter, jit, mapping, variants
+from numa_attention import aiter_adapter, jit, mapping, merge, variants
 from vllm_numa_backend import settings
 
 
@@ -33,11 +33,12 @@ def test_unknown_variable_names_the_known_ones():
 
 
 def test_table_agrees_with_the_kernel_library():
-    kernels, mappings, aiter, placements = (row.allowed for row in settings.TABLE)
+    kernels, mappings, aiter, placements, exchanges = (row.allowed for row in settings.TABLE)
     assert set(kernels) == set(jit.CHOICES)
     assert mappings == ("auto", *mapping.MAPPINGS)
     assert aiter == aiter_adapter.CHOICES
     assert placements == variants.PLACEMENTS
+    assert exchanges == ("auto", *merge.EXCHANGES)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def reasons(**changes) -> list[str]:
         {"attn_type": AttentionType.ENCODER_ONLY},
         {"attn_type": AttentionType.ENCODER_DECODER},
         {"use_kv_connector": True},
+        {"use_dcp": True},
     ],
     ids=str,
 )
@@ -89,7 +90,6 @@ def test_supported(changes):
         ({"attn_type": "sideways"}, "attention type sideways not supported"),
         ({"use_batch_invariant": True}, "VLLM_BATCH_INVARIANT is not supported"),
         ({"use_pcp": True}, "prefill context parallelism is not supported"),
-        ({"use_dcp": True}, "decode context parallelism is not supported"),
         ({"use_rswa": True}, "R-SWA"),
         ({"use_adaptive_verification": True}, "adaptive verification"),
     ],
