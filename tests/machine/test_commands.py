@@ -110,11 +110,11 @@ def test_plan(run, model):
     assert code == 1 and "over 1 GPU (outer)" in out
 
 
-def test_plan_marks_what_is_not_served(run, model):
+def test_plan_marks_what_is_served(run, model):
     code, out, _ = run(f"plan --model {model} --context 1M --machine mi300x --gpus 4")
     assert code == 0
     (sharded,) = [line for line in out.splitlines() if line.startswith("4 x 2")]
-    assert "not serve yet" in sharded
+    assert "serves it" in sharded
     model.write_text(json.dumps(MODEL | {"head_dim": 320}))
     code, out, _ = run(f"plan --model {model} --context 1M --machine mi300x --gpus 4")
     assert code == 1 and "head_dim 320 is above 256" in out and "not with NUMA_SWIZZLE" in out

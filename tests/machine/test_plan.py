@@ -8,7 +8,7 @@ import pytest
 
 from numa_attention.machine import ModelError
 from numa_attention.machine.machines import H200, MI300X, machine
-from numa_attention.machine.plan import NOT_SERVED_YET, make_plan, read_config, tokens
+from numa_attention.machine.plan import make_plan, read_config, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA_70B = {
@@ -82,12 +82,9 @@ def test_context_parallelism_where_kv_heads_would_be_copied(config):
     assert sharded.fits and sharded.kv_copies == 1
     assert plan.options[0].kv_copies == 4
     assert sharded.kv_bytes * 4 == plan.options[0].kv_bytes
-    # what is recommended is what the backend serves, and that something else would fit is said
-    assert sharded.obstacle == NOT_SERVED_YET and not plan.fits
-    assert plan.flags == "--tensor-parallel-size 8" and not plan.best.obstacle
-    assert any(
-        "context parallelism 4 would hold 1" in reason and NOT_SERVED_YET in reason for reason in plan.reasons
-    )
+    assert plan.fits and not plan.best.obstacle and plan.best.context_parallel == 4
+    assert plan.flags == "--tensor-parallel-size 8 --decode-context-parallel-size 4"
+    assert any("context parallelism 4 would hold 1" in reason for reason in plan.reasons)
     # where everything fits easily, sharding the context is not worth its merges
     assert any("memory that is not needed" in reason for reason in make_plan(shape, H200, 8, 1024).reasons)
 
@@ -111,6 +108,29 @@ def test_only_what_vllm_takes(config):
         make_plan(
             read_config(config(num_attention_heads=24, num_key_value_heads=6, head_dim=128)), H200, 4, 1024
         )
+
+
+def test_splits_that_only_the_backend_refuses(config):
+    """Groups of two of three copies would have a GPU of either KV head: vLLM does not look."""
+    shape = read_config(config(num_attention_heads=24, num_key_value_heads=2, head_dim=128))
+    plan = make_plan(shape, H200, 6, tokens("1M"))
+    by_size = {each.context_parallel: each for each in plan.options}
+    assert by_size[2].possible and "different KV heads" in by_size[2].obstacle
+    assert not by_size[3].obstacle and plan.best.context_parallel != 2
+
+
+def test_windows_are_kept_whole_where_the_context_is_sharded(config):
+    kinds = ["sliding_attention", "full_attention"] * 40
+    changes = dict(layer_types=kinds, sliding_window=4096, num_key_value_heads=2)
+    plan = make_plan(read_config(config(**changes)), H200, 8, tokens("8M"))
+    by_size = {each.context_parallel: each for each in plan.options}
+    token = 2 * 128 * 2
+    assert by_size[1].kv_bytes == token * 40 * (2**23 + 4096)
+    assert by_size[4].kv_bytes == token * 80 * 2**23 / 4
+    assert plan.best.context_parallel == 4
+    assert plan.flags.endswith("--decode-context-parallel-size 4 --disable-hybrid-kv-cache-manager")
+    alone = make_plan(read_config(config(sliding_window=4096, num_key_value_heads=2)), H200, 8, 8192)
+    assert all("sliding windows alone" in each.obstacle for each in alone.options[1:3])
 
 
 @pytest.mark.parametrize(

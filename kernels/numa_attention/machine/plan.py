@@ -30,7 +30,6 @@ ACTIVATIONS_BYTES = (
 COLLECTIVE_LATENCY = 10e-6  # seconds of one small collective between GPUs
 COLLECTIVES_PER_LAYER = 2  # all-reduces of tensor parallelism
 MOST_TOKENS = (1 << 31) - 1  # of a request: vLLM counts them in 32 bits
-NOT_SERVED_YET = "needs context parallelism, which NUMA_SWIZZLE does not serve yet"
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,8 @@ class Option:
 
     kv_bytes: of all requests, on one GPU. room_bytes: what weights and activations leave for it, below 0 where they do
     not fit. longest_context: tokens a request that fit. seconds: one decode step. possible: whether vLLM takes it.
-    obstacle: why NUMA_SWIZZLE does not serve it today, "" where it does.
+    obstacle: why NUMA_SWIZZLE does not serve it, "" where it does. whole_windows: whether layers with a window keep
+    the whole context too.
     """
 
     tensor_parallel: int
@@ -183,6 +183,7 @@ class Option:
     seconds: float
     possible: bool
     obstacle: str
+    whole_windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -233,10 +234,11 @@ def tokens(text: str) -> int:
     return value
 
 
-def layer_tokens(model: ModelShape, context: int) -> float:
-    """Tokens cached, summed over layers: windows stop growing."""
+def layer_tokens(model: ModelShape, context: int, whole_windows: bool) -> float:
+    """Tokens cached, summed over layers: windows stop growing, unless `whole_windows`."""
     others = model.layers - model.full_layers
-    return model.full_layers * context + others * (min(context, model.window) if model.window else 0)
+    kept = context if whole_windows else min(context, model.window)
+    return model.full_layers * context + others * (kept if model.window else 0)
 
 
 def option(
@@ -257,8 +259,10 @@ def option(
     token_bytes = elements * kv_element_bytes * requests / context_parallel
     weights = model.weights_bytes / gpus
     room = machine.memory_bytes.value * utilisation - weights - ACTIVATIONS_BYTES
-    kv_bytes = token_bytes * layer_tokens(model, context)
-    growing = token_bytes * model.full_layers
+    # vLLM shards the caches of windows only where it keeps them whole
+    whole_windows = context_parallel > 1 and model.window > 0 and model.full_layers < model.layers
+    kv_bytes = token_bytes * layer_tokens(model, context, whole_windows)
+    growing = token_bytes * (model.layers if whole_windows else model.full_layers)
     fixed = kv_bytes - growing * context
     if room < fixed:
         longest = 0
@@ -289,7 +293,8 @@ def option(
         not (refusal := vllm_refusal(model, gpus, context_parallel)),
         f"vLLM refuses it: {refusal}"
         if refusal
-        else fault_of_model(model) or NOT_SERVED_YET * (context_parallel > 1),
+        else fault_of_model(model) or fault_of_split(model, gpus, context_parallel),
+        whole_windows,
     )
 
 
@@ -310,6 +315,8 @@ def vllm_refusal(model: ModelShape, gpus: int, context_parallel: int) -> str:
     copies = gpus // model.kv_heads
     if context_parallel > copies:
         return f"{gpus} GPUs for {model.kv_heads} KV heads take at most context parallelism {copies}"
+    if model.window and model.full_layers == 0:
+        return "context parallelism shards no cache of sliding windows alone"
     group = model.q_heads // model.kv_heads
     if group % context_parallel:
         return f"{group} query heads of a KV head do not divide by {context_parallel}"
@@ -322,6 +329,14 @@ def fault_of_model(model: ModelShape) -> str:
         return "has multi-head latent attention (MLA), which NUMA_SWIZZLE does not serve"
     fault = fault_of_head_dim(model.head_dim)
     return f"head_dim {model.head_dim} {fault}, which NUMA_SWIZZLE does not serve" if fault else ""
+
+
+def fault_of_split(model: ModelShape, gpus: int, context_parallel: int) -> str:
+    """Why NUMA_SWIZZLE does not serve a split that vLLM takes; "" where it does."""
+    copies = max(1, gpus // model.kv_heads)
+    if copies % context_parallel:
+        return f"puts GPUs with different KV heads into one group, of {copies} copies each, which NUMA_SWIZZLE refuses"
+    return ""
 
 
 def make_plan(
@@ -410,7 +425,8 @@ def placement_seconds(cost: Cost, machine: Machine, gpus: int) -> float:
 def flags(best: Option) -> str:
     """vLLM's flags for the split."""
     context = f" --decode-context-parallel-size {best.context_parallel}" if best.context_parallel > 1 else ""
-    return f"--tensor-parallel-size {best.tensor_parallel}{context}"
+    windows = " --disable-hybrid-kv-cache-manager" if best.whole_windows else ""
+    return f"--tensor-parallel-size {best.tensor_parallel}{context}{windows}"
 
 
 def reasons(
