@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from numa_attention import domains_probe
-from numa_attention.domain_map import NoDomainMap, cluster
+from numa_attention.domain_map import SM_IDS, NoDomainMap, cluster
 from numa_attention.jit import SETTING, interpreting
 
 
@@ -73,7 +73,7 @@ def test_addresses_are_lines_of_their_own():
     lines = offsets * 4 // domains_probe.LINE
     assert len(lines.unique()) == 768 and int(lines.max()) < domains_probe.SPREAD // domains_probe.LINE
     assert not (offsets * 4 % domains_probe.LINE).any()
-    assert latencies.shape == (domains_probe.SM_IDS, 768) and not claimed.any()
+    assert latencies.shape == (SM_IDS, 768) and not claimed.any()
 
 
 def test_refusals():

@@ -91,7 +91,7 @@ def test_common_layers(generation, tmp_path):
         assert report["whole"].get("domain read", 0) == placed, name
         assert len(report["announcements"]) == (arrivals if generation.startswith("gfx") else 0), name
     placed = [report for report in reports if "by-hardware" in report["call"]]
-    assert len(placed) == (2 if generation in ("gfx942", "gfx950") else 0)
+    assert len(placed) == {"gfx942": 2, "gfx950": 2, "sm_90": 1}.get(generation, 0)
     assert code == 0
 
 

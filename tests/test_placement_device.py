@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton.language as tl
 
-from numa_attention import runner
+from numa_attention import domain_map, runner
 from numa_attention.jit import kernel
 from numa_attention.placement_device import own_domain, take
 from numa_attention.schedule import Planner
-from numa_attention.topology import pretend
-from numa_attention.variants import choose_decode, choose_prefill, place
+from numa_attention.topology import detect, pretend
+from numa_attention.variants import PLACED_BY_HARDWARE, PLACED_BY_SM, choose_decode, choose_prefill, place
 from tests.kernel_step import check, make_planner, run, shape_of, step_of
 from tests.support import make_paged_case
 
@@ -19,7 +21,7 @@ from tests.support import make_paged_case
 @kernel
 def take_kernel(rows, own, queues, DOMAINS: tl.constexpr, DEALT: tl.constexpr):
     program = tl.program_id(0)
-    tl.store(own + program, own_domain(DOMAINS))
+    tl.store(own + program, own_domain(queues, DOMAINS))
     tl.store(rows + program, take(queues, DOMAINS, DEALT))
 
 
@@ -98,7 +100,7 @@ def test_a_launch_that_stops_leaves_the_queues_usable(interpreted, monkeypatch):
     assert torch.equal(run(case, planner.plan(step_of(case, 2)), scale=0.125)[0], right)
 
 
-@pytest.mark.parametrize("device_name", ["gfx1250", "sm_90"])
+@pytest.mark.parametrize("device_name", ["gfx1250", "sm_100"])
 def test_where_no_workgroup_can_tell(device_name):
     case = make_paged_case([1], [40], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="leave NUMA_SWIZZLE_PLACEMENT at dispatch"):
@@ -117,3 +119,64 @@ def test_what_cannot_be_placed(device):
             place(variant, "elsewhere", mi300x)
     with pytest.raises(ValueError, match="not for torch-prefill"):
         place(choose_prefill(shape, mi300x, "torch"), "hardware", mi300x)
+
+
+def test_on_hopper_prefill_is_placed_over_the_measured_domains():
+    shape = shape_of(make_paged_case([1], [40], dtype=torch.bfloat16))
+    options = dict(
+        max_requests=4, max_tokens=64, kernels="triton", topology=pretend("H200"), placement="hardware"
+    )
+    planner = Planner(shape, "meta", mapping="swizzled-head-first", **options)
+    assert planner.prefill_variant.queues == planner.prefill_variant.domains == 2
+    assert "over 2 domains, placed by hardware" in planner.prefill_variant.describe()
+    assert planner.decode_variant.placement == "dispatch"
+    # a naive mapping has no queues
+    assert Planner(shape, "meta", mapping="head-first", **options).prefill_variant.queues == 0
+
+
+def test_the_queues_of_hopper_hold_the_map(monkeypatch):
+    table = torch.arange(domain_map.SM_IDS, dtype=torch.int32) % 2
+    monkeypatch.setattr(domain_map, "table", lambda device: table)
+    planner = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        prefill_variant=SimpleNamespace(queues=2),
+    )
+    monkeypatch.setattr(
+        torch, "zeros", lambda *size, dtype, device, zeros=torch.zeros: zeros(*size, dtype=dtype)
+    )
+    queues = Planner._make_queues(planner, pretend("H200"))
+    assert queues.shape == (2, 3 + domain_map.SM_IDS)
+    assert not queues[:, :3].any() and all(torch.equal(row[3:], table) for row in queues)
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_each_row_once_and_mostly_at_home(device):
+    topology = detect(device)
+    if topology.generation not in PLACED_BY_HARDWARE:
+        pytest.skip(f"{topology.generation} does not tell a workgroup on which domain it runs")
+    domains = topology.domains
+    queues = torch.zeros(domains + 1, dtype=torch.int32, device=device)
+    if topology.generation in PLACED_BY_SM:
+        queues = torch.cat([queues, domain_map.table(device)])
+    workgroups = 16 * topology.compute_units
+    rows, own = torch.full((2, workgroups), -7, dtype=torch.int32, device=device)
+    for _ in range(3):
+        take_kernel[(workgroups,)](rows, own, queues, DOMAINS=domains, DEALT=True)
+        assert rows.sort().values.tolist() == list(range(workgroups))
+        assert not queues[: domains + 1].any()
+        assert (rows % domains == own).float().mean() > 0.8
+
+
+@pytest.mark.gpu
+def test_placed_by_the_gpu_itself(device):
+    if detect(device).generation not in PLACED_BY_HARDWARE:
+        pytest.skip("no workgroup can tell here")
+    case = make_paged_case(
+        [1, 200, 100, 63], [40, 900, 100, 200], q_heads=4, kv_heads=2, dtype=torch.bfloat16, device=device
+    )
+    options = {"placement": "hardware", "mapping": "swizzled-head-first"}
+    schedule = check(case, kernels="triton", num_decodes=1, planner_options=options)
+    variant = schedule.prefill.variant
+    assert (
+        variant.queues == detect(device).domains and not schedule.prefill.queues[: variant.queues + 1].any()
+    )

@@ -17,6 +17,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
+SM_IDS = 512  # more than any device has; ids need not be consecutive
 FORMAT = 1  # of the file: another one is measured anew
 MOST_ROUNDS = 20  # of the clustering, which takes two or three
 # two classes explain 0.64 of the variance of normal numbers and 0.75 of uniform ones: less than this is not two kinds
@@ -213,8 +214,6 @@ def table(device: torch.device) -> torch.Tensor:
 
     Raises NoDomainMap.
     """
-    from numa_attention.domains_probe import SM_IDS
-
     places = of_device(device).domain_of_sm
     filled = [max(place, 0) for place in places] + [0] * (SM_IDS - len(places))
     return torch.tensor(filled, dtype=torch.int32, device=device)

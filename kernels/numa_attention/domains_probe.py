@@ -9,16 +9,14 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from numa_attention.domain_map import NoDomainMap
+from numa_attention.domain_map import SM_IDS, NoDomainMap
 from numa_attention.jit import interpreting, kernel
-from numa_attention.placement_device import own_domain
+from numa_attention.placement_device import own_place
 
 LINE = 128  # bytes of an L2 line
 SPREAD = 32 << 20  # bytes over which the addresses are strewn: they hash to every slice of both partitions
-SM_IDS = 512  # more than any device has; ids need not be consecutive
 WORKGROUPS_PER_UNIT = 8  # the first on each SM measures, so that each SM gets one however they are dealt
 
-SM_ID = tl.constexpr("mov.u32 $0, %smid;")
 # Nothing of the hardware or of ptxas keeps the second clock behind the value but a barrier whose mask is made of it:
 # the value is 0, so all lanes meet. A weak read would be done once for all repetitions.
 READ = tl.constexpr("""{
@@ -59,7 +57,7 @@ def latency_kernel(
     BY_ADDING: tl.constexpr,
 ):
     """The least latency in cycles of each address from each SM, over REPEATS reads one after another."""
-    sm = tl.inline_asm_elementwise(SM_ID, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    sm = own_place()
     if sm >= IDS:
         return
     if tl.atomic_xchg(claimed + sm, 1) == 0:
@@ -85,7 +83,7 @@ def latency_kernel(
 @kernel
 def xcc_kernel(domains):
     """The XCD on which each workgroup runs, int32 [workgroups]."""
-    tl.store(domains + tl.program_id(0), own_domain(16))  # the number has four bits
+    tl.store(domains + tl.program_id(0), own_place())
 
 
 def probe_latencies(

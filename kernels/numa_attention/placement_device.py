@@ -3,6 +3,8 @@
 Dispatch placement trusts that workgroup w runs on domain w mod D, which a driver may change. Here the order of the
 mapping is kept as one queue a domain: whoever runs there takes its next piece, and steals from the next domain where
 its own queue is empty. As many workgroups run as there are pieces, so each takes exactly one.
+
+On AMD a workgroup reads its XCD, on NVIDIA its SM, whose domain `domain_map.py` has measured.
 """
 
 from __future__ import annotations
@@ -15,27 +17,40 @@ from numa_attention.jit import kernel
 
 XCC_ID = "s_getreg_b32 $0, hwreg(HW_REG_XCC_ID, 0, 4)"
 GENERATIONS = ("gfx942", "gfx950")  # whose register file has it
+SM_ID = "mov.u32 $0, %smid;"
+READS = {XCC_ID: "=s", SM_ID: "=r"}  # the register that takes what an instruction reads
 
 
 @constexpr_function
-def read_domain():
-    """The instruction that reads the XCD, "" where kernels are interpreted."""
+def read_place():
+    """The instruction that reads where a workgroup runs, and its register; "" where kernels are interpreted."""
     target = current_target()
     if target is None:
-        return ""
-    if target.arch not in GENERATIONS:
+        return "", ""
+    if target.backend != "cuda" and target.arch not in GENERATIONS:
         raise ValueError(f"{target.arch} does not tell a workgroup on which domain it runs")
-    return XCC_ID
+    read = SM_ID if target.backend == "cuda" else XCC_ID
+    return read, READS[read]
 
 
 @kernel
-def own_domain(DOMAINS: tl.constexpr):
-    """The domain on which this workgroup runs. Interpreted: some domain, unevenly chosen."""
-    READ: tl.constexpr = read_domain()
-    if READ != "":
-        domain = tl.inline_asm_elementwise(READ, "=s", [], dtype=tl.int32, is_pure=False, pack=1)
+def own_place():
+    """The XCD or the SM on which this workgroup runs. Interpreted: some number."""
+    READ: tl.constexpr = read_place()
+    if READ[0] != "":
+        place = tl.inline_asm_elementwise(READ[0], READ[1], [], dtype=tl.int32, is_pure=False, pack=1)
     else:
-        domain = tl.program_id(0) * tl.program_id(0) // 2
+        place = tl.program_id(0) * tl.program_id(0) // 2
+    return place
+
+
+@kernel
+def own_domain(queues, DOMAINS: tl.constexpr):
+    """The domain on which this workgroup runs. Interpreted: some domain, unevenly chosen. queues: see `take`."""
+    domain = own_place()
+    READ: tl.constexpr = read_place()
+    if READ[1] == "=r":
+        domain = tl.load(queues + (DOMAINS + 1) + domain)
     return domain % DOMAINS
 
 
@@ -43,11 +58,12 @@ def own_domain(DOMAINS: tl.constexpr):
 def take(queues, DOMAINS: tl.constexpr, DEALT: tl.constexpr):
     """The row of the work that this workgroup does, of as many rows as there are workgroups.
 
-    queues int32 [DOMAINS + 1]: rows taken of each domain, and workgroups that have taken one; zero between launches.
+    queues int32 [DOMAINS + 1]: rows taken of each domain, and workgroups that have taken one; zero between launches. On
+    NVIDIA the domain of each SM id follows.
     DEALT: domain d has rows d, d + DOMAINS and on; otherwise the d-th of DOMAINS equal ranges.
     """
     workgroups = tl.num_programs(0)
-    own = own_domain(DOMAINS)
+    own = own_domain(queues, DOMAINS)
     row = tl.program_id(0) * 0 - 1
     turn = row + 1
     while row < 0:

@@ -130,7 +130,7 @@ def attend(
                     if isinstance(plan, DecodeSchedule):
                         plan.arrivals.zero_()
                     if plan.queues is not None:
-                        plan.queues.zero_()
+                        plan.queues[: plan.variant.queues + 1].zero_()
                 raise
             # a kernel that hands a call over says to which other one
             ran[name or plan.variant.name] += 1

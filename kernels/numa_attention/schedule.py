@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from numa_attention import aiter_adapter
+from numa_attention import aiter_adapter, domain_map
 from numa_attention.decode import cdna5_variant, work_list
 from numa_attention.jit import resolve, triton_release
 from numa_attention.machine.dispatch import MIN_TILES
@@ -28,6 +28,7 @@ from numa_attention.mapping import tiles as host_tiles
 from numa_attention.shapes import CONTIGUOUS, LayerShape, UnsupportedShape
 from numa_attention.topology import Topology, detect
 from numa_attention.variants import (
+    PLACED_BY_SM,
     Variant,
     choose_decode,
     choose_extend,
@@ -140,8 +141,8 @@ class Planner:
     clusters: on gfx1250, steps whose units fill the device and whose pages are long enough are decoded in clusters of
     workgroups (`decode/cdna5_cluster.py`), which does not balance uneven lengths.
 
-    Raises UnsupportedShape, ValueError (kernels that cannot run on the device, an unknown mapping, a limit below 1) or
-    MissingTriton.
+    Raises UnsupportedShape, ValueError (kernels that cannot run on the device, an unknown mapping, a limit below 1),
+    NoDomainMap (placement "hardware" where the domains of an NVIDIA device cannot be told) or MissingTriton.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class Planner:
                 )
         self.decode_variant = place(self.decode_variant, placement, topology)
         self.prefill_variant = place(self.prefill_variant, placement, topology)
-        self._queues = torch.zeros(2, topology.dispatch_domains + 1, dtype=torch.int32, device=self.device)
+        self._queues = self._make_queues(topology)
         if clusters:
             self._check_clusters()
         self.clusters = clusters
@@ -218,6 +219,15 @@ class Planner:
         self._prefix = torch.empty(max_requests + 1, dtype=torch.int32, device=self.device)
         tiles = shape.kv_heads * (max_tokens * shape.group // self.prefill_variant.block_m + max_requests)
         self._tiles = torch.empty(tiles, 4, dtype=torch.int32, device=self.device)
+
+    def _make_queues(self, topology: Topology) -> torch.Tensor:
+        """Those of decode and of prefill; see `placement_device.take`. Raises NoDomainMap where a map is needed."""
+        domains = max(topology.domains, topology.dispatch_domains)
+        queues = torch.zeros(2, domains + 1, dtype=torch.int32, device=self.device)
+        by_sm = self.prefill_variant.queues and topology.generation in PLACED_BY_SM
+        if by_sm and self.device.type == "cuda":
+            queues = torch.cat([queues, domain_map.table(self.device).expand(2, -1)], 1)
+        return queues
 
     def _check_clusters(self) -> None:
         """Raises ValueError where decode cannot run in clusters."""

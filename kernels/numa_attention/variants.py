@@ -189,11 +189,15 @@ def with_matrix_shape(variant: Variant, shape: LayerShape, topology: Topology) -
 
 
 PLACEMENTS = ("dispatch", "hardware")
-PLACED_BY_HARDWARE = ("gfx942", "gfx950")
+PLACED_BY_SM = ("sm_90",)  # a workgroup reads its SM, whose domain has been measured
+PLACED_BY_HARDWARE = ("gfx942", "gfx950", *PLACED_BY_SM)
 
 
 def place(variant: Variant, placement: str, topology: Topology) -> Variant:
     """The variant with a placement of PLACEMENTS.
+
+    Where workgroups read their SM, "hardware" places prefill over the domains that the mapping could not swizzle over;
+    decode, in which nothing is read twice, stays as it is.
 
     Raises ValueError for another one, and for "hardware" where workgroups cannot tell on which domain they run or the
     kernel does not ask.
@@ -202,13 +206,16 @@ def place(variant: Variant, placement: str, topology: Topology) -> Variant:
         raise ValueError(f"placement={placement!r} is unknown: choose one of {', '.join(PLACEMENTS)}.")
     if placement == "dispatch":
         return variant
+    by_sm = topology.generation in PLACED_BY_SM
+    if by_sm and variant.phase == "decode":
+        return variant
     told = topology.generation in PLACED_BY_HARDWARE or (topology.generation == "cpu" and interpreting())
     if not told or not variant.name.startswith("portable-"):
         raise ValueError(
-            f"placement='hardware' is for our kernels on {' and '.join(PLACED_BY_HARDWARE)}, not for {variant.name} on "
+            f"placement='hardware' is for our kernels on {', '.join(PLACED_BY_HARDWARE)}, not for {variant.name} on "
             f"{topology.generation}: leave NUMA_SWIZZLE_PLACEMENT at dispatch"
         )
-    return replace(variant, placement=placement)
+    return replace(variant, placement=placement, domains=topology.domains if by_sm else variant.domains)
 
 
 def machine_of(topology: Topology) -> Machine | None:

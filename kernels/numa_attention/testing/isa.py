@@ -47,6 +47,7 @@ NVIDIA_KINDS = {
     "transposed read": r"LDSM\.\S*T",
     "atomic": r"(ATOM|ATOMG|RED)\.",
     "exponential": r"MUFU\.EX2",
+    "domain read": r"S2U?R .*SR_VIRTUALSMID",
     "fused multiply-add": r"F(FMA|FMA2)\b",
     "scratch access": r"(STL|LDL)\b",
 }

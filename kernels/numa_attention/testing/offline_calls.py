@@ -9,7 +9,7 @@ import torch
 from numa_attention.shapes import CONTIGUOUS, LayerShape
 from numa_attention.testing.capture import Call
 from numa_attention.topology import pretend
-from numa_attention.variants import PLACED_BY_HARDWARE, choose_decode, choose_prefill
+from numa_attention.variants import PLACED_BY_HARDWARE, PLACED_BY_SM, choose_decode, choose_prefill
 
 E4M3, E5M2 = "e4m3", "e5m2"
 FLOAT8 = {
@@ -87,7 +87,11 @@ def placed_calls(generation: str) -> list[tuple[Call, str]]:
     if generation not in PLACED_BY_HARDWARE:
         return []
     placed = make_call(generation, placement="hardware")
-    return [(placed, "decode"), (placed, "prefill")]
+    return [
+        (placed, step)
+        for step in ("decode", "prefill")
+        if step == "prefill" or generation not in PLACED_BY_SM
+    ]
 
 
 def all_calls(generation: str) -> list[tuple[Call, str]]:
