@@ -17,7 +17,7 @@ from tests.support import LAYOUTS, PagedCase, make_paged_case
 
 def check_prefill(
     case: PagedCase, form: str = FORM, *, device: str = "cpu", window: int = -1, consumers: int = 2,
-    block_n: int | None = None, stages: int | None = None, **options,
+    block_n: int | None = None, stages: int | None = None, planner_options: dict | None = None, **options,
 ) -> Schedule:  # fmt: skip
     """Prefill all requests of a case with one form and compare with the reference; returns the schedule."""
     topology = detect(device) if device == "cuda" else pretend("sm_90")
@@ -29,7 +29,14 @@ def check_prefill(
         block_n=block_n or variant.block_n,
         num_stages=stages or variant.num_stages,
     )
-    planner = make_planner(case, window=window, kernels="triton", topology=topology, prefill_variant=variant)
+    planner = make_planner(
+        case,
+        window=window,
+        kernels="triton",
+        topology=topology,
+        prefill_variant=variant,
+        **(planner_options or {}),
+    )
     return check_planned(case, planner, num_decodes=0, **options)
 
 

@@ -224,9 +224,12 @@ class Planner:
         """Those of decode and of prefill; see `placement_device.take`. Raises NoDomainMap where a map is needed."""
         domains = max(topology.domains, topology.dispatch_domains)
         queues = torch.zeros(2, domains + 1, dtype=torch.int32, device=self.device)
-        by_sm = self.prefill_variant.queues and topology.generation in PLACED_BY_SM
-        if by_sm and self.device.type == "cuda":
-            queues = torch.cat([queues, domain_map.table(self.device).expand(2, -1)], 1)
+        if self.prefill_variant.queues and topology.generation in PLACED_BY_SM:
+            if self.device.type == "cuda":
+                table = domain_map.table(self.device)
+            else:  # a device that is not there: SMs in turn
+                table = torch.arange(domain_map.SM_IDS, dtype=torch.int32, device=self.device) % domains
+            queues = torch.cat([queues, table.expand(2, -1)], 1)
         return queues
 
     def _check_clusters(self) -> None:

@@ -210,7 +210,7 @@ def place(variant: Variant, placement: str, topology: Topology) -> Variant:
     if by_sm and variant.phase == "decode":
         return variant
     told = topology.generation in PLACED_BY_HARDWARE or (topology.generation == "cpu" and interpreting())
-    if not told or not variant.name.startswith("portable-"):
+    if not told or not variant.name.startswith(("portable-", hopper_prefill_variant.NAME)):
         raise ValueError(
             f"placement='hardware' is for our kernels on {', '.join(PLACED_BY_HARDWARE)}, not for {variant.name} on "
             f"{topology.generation}: leave NUMA_SWIZZLE_PLACEMENT at dispatch"

@@ -10,17 +10,19 @@ from dataclasses import asdict
 
 import torch
 
+from numa_attention.domain_map import SM_IDS
 from numa_attention.prefill.hopper_variant import SHARED_BYTES
 from numa_attention.schedule import PrefillSchedule, Schedule
 from numa_attention.testing import capture, isa
 from numa_attention.testing.offline_calls import make_call
 from numa_attention.topology import pretend
-from numa_attention.variants import choose_prefill
+from numa_attention.variants import choose_prefill, place
 
 LAYERS = {
     "head_dim 64": dict(head_dims=(64, 64), page_size=64, sinks=True, window=127),
     "head_dim 128": dict(head_dims=(128, 128)),
     "head_dim 128, a group of 5": dict(head_dims=(128, 128), group=5, page_size=64, window=1023, lse=True),
+    "head_dim 128, placed by hardware": dict(head_dims=(128, 128), placement="hardware"),
     "head_dim 192": dict(head_dims=(192, 128), group=16, page_size=64),
     "head_dim 256": dict(head_dims=(256, 256), group=4, page_size=64),
 }
@@ -29,11 +31,18 @@ LAYERS = {
 def report(layer: dict) -> dict:
     """What one kernel takes, and its instructions: all, those of the main loop, and some of these in their order."""
     call = make_call("sm_90", **layer)
-    variant = choose_prefill(call.shape, pretend("sm_90"), "triton", kernel="hopper-prefill")
+    topology = pretend("sm_90")
+    variant = choose_prefill(call.shape, topology, "triton", kernel="hopper-prefill")
+    variant = place(variant, call.placement, topology)
     tiles = torch.empty(capture.TOKENS, 4, dtype=torch.int32, device="meta")
+    queues = torch.empty(topology.domains + 1 + SM_IDS, dtype=torch.int32, device="meta")
     with capture.compiling_for("sm_90") as captured:
         schedule = Schedule(
-            capture.batch_of(0), call.shape, "triton", decode=None, prefill=PrefillSchedule(variant, tiles)
+            capture.batch_of(0),
+            call.shape,
+            "triton",
+            decode=None,
+            prefill=PrefillSchedule(variant, tiles, queues=queues),
         )
         capture.attend_once(call, schedule)
     ((_, kernel),) = captured
@@ -44,6 +53,7 @@ def report(layer: dict) -> dict:
         "resources": asdict(resources),
         "opcodes": Counter(text.split()[0] for text in code.instructions),
         "loop": Counter(loop),
+        "whole": code.count(),
         "order": [opcode for opcode in loop if opcode.startswith(("MUFU.EX2", "HGMMA", "WARPGROUP.DEPBAR"))],
     }
 

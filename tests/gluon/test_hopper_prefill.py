@@ -17,12 +17,23 @@ from unittest import mock
 
 import pytest
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from numa_attention import tensor_maps
-from numa_attention.prefill import hopper, hopper_consumer, hopper_launch, hopper_producer, hopper_variant
+from numa_attention.placement_device import SM_ID
+from numa_attention.prefill import (
+    hopper,
+    hopper_consumer,
+    hopper_launch,
+    hopper_producer,
+    hopper_seat,
+    hopper_variant,
+)
 from numa_attention.prefill.hopper_variant import FORM
 from numa_attention.shapes import LayerShape, UnsupportedShape
-from numa_attention.testing.gluon import Deadlock, GluonFault, Race, Refused
+from numa_attention.testing import hopper_assembly, interpret
+from numa_attention.testing.gluon import Deadlock, GluonFault, Race, Refused, register_asm
 from numa_attention.topology import pretend
 from numa_attention.variants import choose_prefill
 from tests.gluon.interpreted import interpreted
@@ -102,6 +113,50 @@ def test_soft_cap_sinks_alibi_and_scales():
 
 def test_requests_without_keys_or_with_fewer_keys_than_queries():
     check(bf16_case([9, 5, 70], [5, 0, 66]))
+
+
+@pytest.mark.parametrize(("form", "workgroups"), [(FORM, 1), (FORM, 4), ("turns", 132)])
+def test_placed_by_hardware(form, workgroups):
+    case = bf16_case([200, 90], [200, 140], q_heads=3, kv_heads=3)
+    hopper_assembly.register()
+    with (
+        interpreted(hopper_launch, hopper.prefill_kernel, "sm_90", seed=workgroups),
+        mock.patch.object(hopper_launch, "compute_units", lambda device: workgroups),
+    ):
+        schedule = check_prefill(case, form, block_n=64, planner_options={"placement": "hardware"})
+    plan = schedule.prefill
+    assert plan.variant.queues == 2 and "placed by hardware" in plan.variant.describe()
+    assert not plan.queues[:3].any() and plan.queues[3:].unique().tolist() == [0, 1]
+
+
+@gluon.jit
+def seats_kernel(seats, sms, queues, QUEUES: gl.constexpr):
+    sm = gl.inline_asm_elementwise(hopper_seat.READ_SM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.store(sms + gl.program_id(0), sm)
+    gl.store(seats + gl.program_id(0), hopper_seat.take_seat(queues, QUEUES))
+
+
+@pytest.mark.parametrize("domains", [2, 3])
+@pytest.mark.parametrize("workgroups", [1, 6, 11])
+@pytest.mark.parametrize("used_sms", [1, 4, 6])
+def test_every_seat_is_taken_once_and_at_home_where_that_can_be(workgroups, used_sms, domains):
+    asked = itertools.count()
+    # each workgroup asks twice
+    register_asm(SM_ID, lambda: torch.tensor(next(asked) // 2 % used_sms, dtype=torch.int32))
+    queues = torch.cat(
+        [torch.zeros(domains + 1, dtype=torch.int32), torch.arange(8, dtype=torch.int32) % domains]
+    )
+    for seed in range(2):  # the second launch finds what the first one left
+        seats, sms = torch.full((2, workgroups), -7, dtype=torch.int32)
+        interpret(seats_kernel, target="sm_90")[(workgroups,)](seats, sms, queues, QUEUES=domains, seed=seed)
+        assert sorted(seats.tolist()) == list(range(workgroups))
+        assert not queues[: domains + 1].any()
+        own = torch.bincount(sms % domains, minlength=domains)
+        held = torch.bincount(torch.arange(workgroups) % domains, minlength=domains)
+        if torch.equal(own, held):
+            assert torch.equal(seats % domains, sms % domains)
+        elif workgroups > 1:
+            assert (seats % domains == sms % domains).any()
 
 
 def test_not_causal():

@@ -47,6 +47,14 @@ def test_resources(reports, name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_who_asks_where_it_runs(reports, name):
+    placed = "placement" in LAYERS[name]
+    assert reports[name]["whole"].get("domain read", 0) == placed
+    # one takes a seat, one counts who has one
+    assert reports[name]["whole"].get("atomic", 0) == 2 * placed
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_what_copies_and_what_multiplies(reports, name):
     opcodes, loop, layer = (*(reports[name][part] for part in ("opcodes", "loop")), LAYERS[name])
     head_dim, head_dim_v = layer["head_dims"]

@@ -21,16 +21,19 @@ from triton.experimental.gluon.language.nvidia import hopper
 from numa_attention.portable_launch import ANY_ALIGNMENT
 from numa_attention.prefill.hopper_consumer import consume
 from numa_attention.prefill.hopper_producer import produce
+from numa_attention.prefill.hopper_seat import take_seat
 from numa_attention.prefill.hopper_work import ROWS
 
 
 @gluon.jit(
-    do_not_specialize=["first_request", "count"], do_not_specialize_on_alignment=["tiles", *ANY_ALIGNMENT]
+    do_not_specialize=["first_request", "count"],
+    do_not_specialize_on_alignment=["tiles", "queues", *ANY_ALIGNMENT],
 )
 def prefill_kernel(
     tiles,  # int32 [count, 4]: request, KV head, query block
     count,
     first_request,
+    queues,  # int32 [C.queues + 1 + SM ids], with hardware placement
     queries,  # descriptor of q for boxes [tokens, group, dim], and the one for its second part
     queries_second,
     keys,  # descriptor of the keys, a matrix, for boxes [chunk, dim], and the one for its second part
@@ -92,7 +95,10 @@ def prefill_kernel(
         hopper.mbarrier.init(empty_v.index(i), count=C.consumers)
     buffers = (buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v)
     barriers = (full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared)
-    step = (tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride)
+    seat = count
+    if C.queues > 0:
+        seat = take_seat(queues, C.queues)
+    step = (tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat)
     descriptors = (queries, queries_second, keys, keys_second, values)
     places = (k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns)
     arguments = (q, out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap)

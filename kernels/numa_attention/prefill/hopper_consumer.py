@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention import scores
+from numa_attention.prefill.hopper_seat import first_tile
 from numa_attention.prefill.hopper_work import ROWS, work_of
 
 # the scoring rule is that of all kernels: these are its plain-Triton functions, compiled by Gluon
@@ -190,7 +191,7 @@ def consume(arguments, strides, buffers, barriers, step, CONSUMER: gl.constexpr,
     )
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
     full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
-    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride = step
+    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat = step
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(C.block_n))
     PV: gl.constexpr = product_layout(C.dim_v)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, PV)
@@ -204,7 +205,7 @@ def consume(arguments, strides, buffers, barriers, step, CONSUMER: gl.constexpr,
     clearings = 0
     if C.turns and C.consumers - 1 == CONSUMER:
         hopper.mbarrier.arrive(turn.index(0), count=1)
-    for index in range(gl.program_id(0), count, gl.num_programs(0)):
+    for index in range(first_tile(seat, C.queues), count, gl.num_programs(0)):
         (
             request,
             kv_head,

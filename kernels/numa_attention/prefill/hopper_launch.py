@@ -51,6 +51,7 @@ def constants_of(
         turns="turns" in words and consumers > 1,
         query_copies="copied" in words and ROWS % shape.group == 0,
         staged="staged" in words,
+        queues=variant.queues,
         consumer_registers=registers[0],
         producer_registers=registers[1],
     )
@@ -145,13 +146,14 @@ def prefill(
         keys[1] = map_of_rows(k_pages, k_matrix, (chunk, second))
     values = map_of_rows(v_pages, v_matrix, (chunk, shape.head_dim_v))
     p_lse = out if lse is None else lse
+    queues = plan.tiles if plan.queues is None else plan.queues
     integers = (
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), p_lse.stride(0), p_lse.stride(1),
         k_matrix.page_rows, k_matrix.head_rows, k_matrix.head_columns,
         v_matrix.page_rows, v_matrix.head_rows, v_matrix.head_columns, batch.block_table.stride(0),
     )  # fmt: skip
     arguments = (
-        plan.tiles, len(plan.tiles), batch.num_decodes, *queries, *keys, values, q, out, p_lse,
+        plan.tiles, len(plan.tiles), batch.num_decodes, queues, *queries, *keys, values, q, out, p_lse,
         batch.block_table, batch.query_start_loc, batch.seq_lens,
         q if sinks is None else sinks, q if alibi_slopes is None else alibi_slopes,
         q if k_scale is None else k_scale, q if v_scale is None else v_scale,

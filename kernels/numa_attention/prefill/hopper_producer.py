@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention.gluon_compat import tma_load
+from numa_attention.prefill.hopper_seat import first_tile
 from numa_attention.prefill.hopper_work import BYTES, ROWS, work_of
 
 
@@ -66,11 +67,11 @@ def produce(descriptors, buffers, barriers, step, places, C: gl.constexpr):
     queries, queries_second, keys, keys_second, values = descriptors
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
     full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
-    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride = step
+    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat = step
     k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns = places
     walked = 0
     parity = 0  # of the tiles before this one
-    for index in range(gl.program_id(0), count, gl.num_programs(0)):
+    for index in range(first_tile(seat, C.queues), count, gl.num_programs(0)):
         (
             request,
             kv_head,

@@ -38,6 +38,7 @@ class Constants:
     turns: bool
     query_copies: bool
     staged: bool
+    queues: int  # of hardware placement, 0 for none
     consumer_registers: int
     producer_registers: int
 
@@ -55,7 +56,7 @@ class Constants:
 @gluon.jit
 def work_of(index, step, C: gl.constexpr):
     """A tile of the list: where its rows are, and which KV tiles they see."""
-    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride = step
+    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat = step
     p_tile = tiles + index.to(gl.int64) * 4
     listed = gl.load(p_tile)
     kv_head = gl.load(p_tile + 1)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 
 import torch
 
 from numa_attention.decode.hopper_products import UNPACK_E4M3, UNPACK_E5M2
+from numa_attention.placement_device import SM_ID
 from numa_attention.testing.gluon import register_asm
+
+SMS = 5  # that the interpreter pretends to have
 
 
 def _unpack(float8: torch.dtype) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
@@ -19,7 +23,16 @@ def _unpack(float8: torch.dtype) -> Callable[[torch.Tensor], tuple[torch.Tensor,
     return model
 
 
+_sm_ids = count()
+
+
+def _some_sm() -> torch.Tensor:
+    """Three workgroups in turn on an SM: unevenly over domains that have every other SM."""
+    return torch.tensor(next(_sm_ids) // 3 % SMS, dtype=torch.int32)
+
+
 def register() -> None:
     """Make the assembly known to the interpreter."""
+    register_asm(SM_ID, _some_sm)
     register_asm(UNPACK_E4M3.value, _unpack(torch.float8_e4m3fn))
     register_asm(UNPACK_E5M2.value, _unpack(torch.float8_e5m2))
