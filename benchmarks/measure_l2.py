@@ -18,50 +18,19 @@ of its output against a float32 computation of the same rows.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import math
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
+from numa_attention.machine import counters
 from numa_attention.machine.grid import Grid
 from numa_attention.machine.h200_points import CALIBRATION, POINTS, PREDICTED
 from numa_attention.terminal import output_errors_in_one_sentence
 
 KERNEL = "plain_attention_fwd_kernel"
-METRICS = {
-    "lts__t_sectors.sum": "sectors",
-    "lts__t_sectors_lookup_hit.sum": "sector_hits",
-    "lts__t_sectors_lookup_miss.sum": "sector_misses",
-    "lts__t_sectors_srcunit_tex.sum": "sm_sectors",
-    "lts__t_sectors_srcunit_tex_lookup_hit.sum": "sm_sector_hits",
-    "lts__t_sectors_srcunit_tex_lookup_miss.sum": "sm_sector_misses",
-    "dram__bytes_read.sum": "hbm_bytes",
-    "dram__bytes_write.sum": "hbm_write_bytes",
-    "gpu__time_duration.sum": "seconds",
-}
-UNITS = {
-    "": 1.0,
-    "sector": 1.0,
-    "byte": 1.0,
-    "Kbyte": 1e3,
-    "Mbyte": 1e6,
-    "Gbyte": 1e9,
-    "Tbyte": 1e12,
-    "ns": 1e-9,
-    "us": 1e-6,
-    "ms": 1e-3,
-    "s": 1.0,
-    "nsecond": 1e-9,
-    "usecond": 1e-6,
-    "msecond": 1e-3,
-    "second": 1.0,
-}
 CHECKED_ROWS = 64
 TOLERANCE = 1e-2
 
@@ -95,37 +64,14 @@ def launch(grid: Grid) -> None:
         sys.exit("some output was never written.")
 
 
-def measure(name: str, ncu: str) -> dict:
+def measure(name: str) -> dict:
     """One launch under ncu: what the counters say, and the two rates that follow from them."""
-    command = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--kernel-name", f"regex:{KERNEL}"]
-    command += ["--launch-count", "1", "--metrics", ",".join(METRICS)]
-    command += [sys.executable, str(Path(__file__).resolve()), "--launch", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    if done.returncode or len(lines) < 3:
-        sys.exit(f"{name}: ncu gave no counters (exit code {done.returncode}).\n{done.stdout}\n{done.stderr}")
-    return {"name": name} | rates(parse(lines))
-
-
-def parse(lines: list[str]) -> dict[str, float]:
-    """Counters from ncu's raw page: a line of names, a line of units, a line of values."""
-    names, units, values = csv.reader(io.StringIO("\n".join(lines[:3])))
-    found = {}
-    for name, unit, value in zip(names, units, values, strict=True):
-        if name in METRICS and value:
-            found[METRICS[name]] = float(value.replace(",", "")) * UNITS[unit]
-    missing = [name for name, short in METRICS.items() if short not in found]
-    if missing:
-        sys.exit(f"ncu did not report {', '.join(missing)}.")
-    return found
-
-
-def rates(found: dict[str, float]) -> dict[str, float]:
-    """hit_rate: of what the SMs ask for. hit_rate_all: with the requests between the two partitions."""
-    return found | {
-        "hit_rate": found["sm_sector_hits"] / (found["sm_sector_hits"] + found["sm_sector_misses"]),
-        "hit_rate_all": found["sector_hits"] / (found["sector_hits"] + found["sector_misses"]),
-    }
+    command = [sys.executable, str(Path(__file__).resolve()), "--launch", name]
+    try:
+        (found,) = counters.watch(command, KERNEL, 1)
+    except counters.NoCounters as error:
+        sys.exit(f"{name}: {error}")
+    return {"name": name} | counters.rates(found)
 
 
 def read_points(path: Path) -> dict[str, dict]:
@@ -167,9 +113,6 @@ def main() -> None:
     if arguments.launch:
         launch(POINTS[arguments.launch].grid)
         return
-    ncu = shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")
-    if ncu is None:
-        sys.exit("ncu is not installed: it comes with NVIDIA Nsight Compute.")
     points = read_points(arguments.out)
     for number, name in enumerate(names, start=1):
         place = f"[{number}/{len(names)}] {name}"
@@ -177,7 +120,7 @@ def main() -> None:
             print(f"{place}: in {arguments.out} already", file=sys.stderr, flush=True)
             continue
         print(f"{place}: measuring", file=sys.stderr, flush=True)
-        points[name] = measure(name, ncu)
+        points[name] = measure(name)
         write_points(arguments.out, points)
         row = points[name]
         print(f"    {row['hit_rate']:.2%} hits, {row['hbm_bytes'] / 1e9:.1f} GB", file=sys.stderr, flush=True)

@@ -120,7 +120,8 @@ def test_what_an_owner_may_choose_is_measured_too(monkeypatch):
         {"placement": "hardware"},
         {"aiter": "always"},
     ]
-    for name in ("gfx1250", "sm_90", "cpu"):
+    assert [options for _, options in report.ways(pretend("sm_90"))] == [{}, {"placement": "hardware"}]
+    for name in ("gfx1250", "cpu"):
         assert report.ways(pretend(name)) == [("", {})]
     # timed beside the mappings, and told where it cannot run
     case = report.tiny_cases(report.MAPPED)[0]

@@ -200,9 +200,9 @@ def hopper_call(keys: int, *, queries: int = 64, kernel: str | None = "hopper-pr
 
 @pytest.mark.parametrize(("keys", "page"), [(64, 64), (96, 32), (48, 16), (4096, 128)])
 def test_kernels_that_want_pages_get_pages(keys, page):
-    shape, variant = operation._shape_and_variant(hopper_call(keys), pretend("H200"), "triton")
+    shape, variant = operation.shape_and_variant(hopper_call(keys), pretend("H200"), "triton")
     assert (shape.page_size, variant.name) == (page, "hopper-prefill")
-    shape, variant = operation._shape_and_variant(hopper_call(keys, kernel=None), pretend("MI300X"), "triton")
+    shape, variant = operation.shape_and_variant(hopper_call(keys, kernel=None), pretend("MI300X"), "triton")
     assert (shape.page_size, variant.name) == (0, "portable-prefill")
 
 
@@ -236,7 +236,7 @@ def test_refusals(device):
     with torch.no_grad():
         attention(q, k, v)
     with pytest.raises(UnsupportedShape, match="must be a multiple of 16, not 20"):
-        operation._shape_and_variant(hopper_call(20), pretend("H200"), "triton")
+        operation.shape_and_variant(hopper_call(20), pretend("H200"), "triton")
 
 
 def test_importing_the_package_imports_neither_torch_nor_triton():

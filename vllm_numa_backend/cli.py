@@ -10,6 +10,7 @@ from numa_attention.terminal import output_errors_in_one_sentence, print_error
 
 from .commands import UserError
 from .commands.bench import bench
+from .commands.bench_mapping import mapping
 from .commands.checkpoint import checkpoint
 from .commands.demo import demo
 from .commands.doctor import doctor
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for command in (doctor, demo, checkpoint, plan, topology, variant):
     app.command()(command)
+bench.command()(mapping)
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")
 

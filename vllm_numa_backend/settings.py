@@ -50,8 +50,9 @@ TABLE = (
     Setting(
         "NUMA_SWIZZLE_PLACEMENT",
         ("dispatch", "hardware"),
-        "whom the mapping trusts: dispatch (the hardware deals workgroups to the domains in turn) or hardware (on "
-        "MI300X and MI355X each workgroup reads its XCD and takes work from that XCD's queue)",
+        "whom the mapping trusts: dispatch (the hardware deals workgroups to the domains in turn) or hardware (each "
+        "workgroup reads its XCD, on MI300X and MI355X, or its SM, in prefill on H100 and H200, and takes work from "
+        "the queue of that domain)",
     ),
     Setting(
         "NUMA_SWIZZLE_EXCHANGE",

@@ -14,6 +14,7 @@ its tokens do, as in a transposed [batch, tokens, heads, head_dim], they are req
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -115,13 +116,15 @@ def attention(
         schedule = plan(
             Call(q.device, shape, requests, queries, keys, causal, kernels, kernel, mapping, placement)
         )
-        rows = [_rows(x, by_tokens) for x in (q, k, v, out)]
-        if page := schedule.shape.page_size:
-            rows[1:3] = (x.unflatten(0, (-1, page)) for x in rows[1:3])
         attend(
-            *rows, schedule, scale=1 / math.sqrt(head_dim) if scale is None else scale, soft_cap=soft_cap, sinks=sinks,
-            alibi_slopes=alibi_slopes, lse=_rows(lse, by_tokens) if return_lse else None,
-        )  # fmt: skip
+            *rows_of((q, k, v, out), schedule.shape, by_tokens),
+            schedule,
+            scale=1 / math.sqrt(head_dim) if scale is None else scale,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            lse=_rows(lse, by_tokens) if return_lse else None,
+        )
     return (out, lse) if return_lse else out
 
 
@@ -162,6 +165,14 @@ def _tokens_follow(x: torch.Tensor) -> bool:
     return x.stride(3) == 1 and (batch == 1 or tokens == 1 or x.stride(0) == tokens * x.stride(2))
 
 
+def rows_of(tensors: Sequence[torch.Tensor], shape: LayerShape, by_tokens: bool) -> list[torch.Tensor]:
+    """q, k, v and out as `runner.attend` takes them, without a copy. shape: with the pages that the kernel takes."""
+    q, k, v, out = (_rows(x, by_tokens) for x in tensors)
+    if shape.page_size != CONTIGUOUS:
+        k, v = (x.unflatten(0, (-1, shape.page_size)) for x in (k, v))
+    return [q, k, v, out]
+
+
 def _rows(x: torch.Tensor, by_tokens: bool) -> torch.Tensor:
     """[batch, heads, tokens, ...] as [tokens, heads, ...] without a copy, where the heads or the tokens follow."""
     batch, heads, tokens, *rest = x.shape
@@ -176,8 +187,12 @@ def _rows(x: torch.Tensor, by_tokens: bool) -> torch.Tensor:
 @lru_cache(maxsize=PLANS)
 def plan(call: Call) -> Schedule:
     """The schedule of a call, and of all later ones like it."""
-    topology, kernels = detect(call.device), resolve(call.kernels, call.device)
-    shape, variant = _shape_and_variant(call, topology, kernels)
+    topology = detect(call.device)
+    return plan_with(call, topology, *shape_and_variant(call, topology, resolve(call.kernels, call.device)))
+
+
+def plan_with(call: Call, topology: Topology, shape: LayerShape, variant: Variant) -> Schedule:
+    """The schedule of a call with a variant of one's own. shape: with the pages that the variant takes, or without."""
     requests, device = call.requests, call.device
     starts = torch.arange(requests + 1, dtype=torch.int32) * call.queries
     if shape.page_size == CONTIGUOUS:
@@ -218,7 +233,7 @@ def plan(call: Call) -> Schedule:
     )
 
 
-def _shape_and_variant(call: Call, topology: Topology, kernels: str) -> tuple[LayerShape, Variant]:
+def shape_and_variant(call: Call, topology: Topology, kernels: str) -> tuple[LayerShape, Variant]:
     """The kernel of a call, and the shape with the pages that it takes."""
 
     def choose(shape: LayerShape, kernel: str | None) -> Variant:

@@ -22,6 +22,7 @@ import measure_l2  # noqa: E402
 from plain_attention import attention  # noqa: E402
 
 from numa_attention.jit import interpreting  # noqa: E402
+from numa_attention.machine import counters  # noqa: E402
 from numa_attention.machine.grid import MAPPINGS, Grid  # noqa: E402
 
 DEVICE = "cpu" if interpreting() else "cuda"
@@ -55,11 +56,11 @@ def test_shapes_it_does_not_take():
 def test_counters_are_read_with_their_units():
     page = io.StringIO()
     table = csv.writer(page, quoting=csv.QUOTE_ALL)
-    table.writerow(["Kernel Name", *measure_l2.METRICS])
+    table.writerow(["Kernel Name", *counters.METRICS])
     units = ["", *("sector" for _ in range(6)), "Mbyte", "byte", "ns"]
     table.writerow(units)
     table.writerow([measure_l2.KERNEL, "1,000", "900", "100", "800", "600", "200", "3.5", "7", "1500000"])
-    found = measure_l2.rates(measure_l2.parse(page.getvalue().splitlines()))
+    (found,) = map(counters.rates, counters.parse(page.getvalue().splitlines()))
     assert found["hbm_bytes"] == 3.5e6 and found["seconds"] == pytest.approx(1.5e-3)
     assert found["hit_rate"] == 0.75 and found["hit_rate_all"] == 0.9
 
@@ -81,7 +82,7 @@ def fake_ncu(tmp_path, monkeypatch):
     """An ncu that reports counters, fails for launches named in a file, and counts what it was asked for."""
     page = io.StringIO()
     table = csv.writer(page, quoting=csv.QUOTE_ALL)
-    table.writerow(["Kernel Name", *measure_l2.METRICS])
+    table.writerow(["Kernel Name", *counters.METRICS])
     table.writerow(["", *("sector" for _ in range(6)), "byte", "byte", "ns"])
     table.writerow([measure_l2.KERNEL, "1000", "900", "100", "800", "600", "200", "3500", "7", "1500000"])
     (tmp_path / "page.csv").write_text(page.getvalue())

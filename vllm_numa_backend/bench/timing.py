@@ -43,3 +43,21 @@ def time_calls(call: Callable[[int], None], copies: int) -> float:
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3 / (rounds * copies))
     return statistics.median(times)
+
+
+def time_few(call: Callable[[], None], seconds: float = 0.3, most: int = 20) -> float:
+    """Median seconds of one call, for calls long enough that their launch does not count: at least one is timed.
+
+    As many as `seconds` have room for, after one that warms up.
+    """
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times: list[float] = []
+    call()
+    torch.cuda.synchronize()
+    while not times or (len(times) < most and sum(times) + times[-1] <= seconds):
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)

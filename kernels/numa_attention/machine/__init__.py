@@ -3,6 +3,7 @@
 machines.py      the machines as data, each figure with its source
 closed_form.py   L2 hit rate in plain Python, what the dispatcher uses
 cache.py         L2 simulation at tile grain (needs the extra `model`: numba)
+counters.py      what ncu counts of a launch
 placement.py     the KV cache over two hardware axes: memory, communication, operations, latency
 pipeline.py      commands issued, prefill utilisation, exposed latency of the decode loops
 plan.py          tensor-parallel and context-parallel sizes for a model and a machine
