@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from numa_attention import portable_launch
-from numa_attention.decode import cdna5
+from numa_attention.decode import cdna5, cdna5_variant
 from numa_attention.decode import portable as decode
 from numa_attention.prefill import portable as prefill
 from numa_attention.shapes import LayerShape
@@ -136,7 +136,9 @@ def test_calls_that_differ_compile_again(change):
         (
             cdna5.decode_kernel,
             ["ranges", "items", "arrivals", "partial_acc", "partial_ml"],
-            lambda shape, variant: cdna5.constants(shape, dataclasses.replace(variant, form="single")),
+            lambda shape, variant: cdna5.constants(
+                shape, dataclasses.replace(variant, form="single"), cdna5_variant.Rows()
+            ),
         ),
     ],
 )

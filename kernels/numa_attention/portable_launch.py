@@ -81,10 +81,18 @@ def _row_strides(x: torch.Tensor) -> tuple[int, int, int]:
 class LayerLauncher:
     """Launches one of the two kernels. This runs for every layer of every step: each microsecond of it counts."""
 
-    def __init__(self, kernel, own_constants: Callable[[LayerShape, Variant], dict] | None = None) -> None:
-        """own_constants: the constants that the kernel declares after the shared ones, in its order."""
+    def __init__(
+        self,
+        kernel,
+        own_constants: Callable[..., dict] | None = None,
+        traits: Callable[[torch.Tensor, torch.Tensor], Hashable] | None = None,
+    ) -> None:
+        """own_constants: the constants that the kernel declares after the shared ones, in its order, made from the
+        shape, the variant and, where there are `traits`, what these say of the keys and values of a call.
+        """
         self._launch = Launcher(kernel)
         self._own_constants = own_constants or (lambda shape, variant: {})
+        self._traits = traits
         self._constants: dict[Hashable, tuple[dict, dict]] = {}
 
     def __call__(
@@ -124,8 +132,9 @@ class LayerLauncher:
             *q.stride()[:2], *out.stride()[:2], *p_lse.stride()[:2],
             *_row_strides(k_pages), *_row_strides(v_pages), batch.block_table.stride(0),
         )  # fmt: skip
+        traits = () if self._traits is None else (self._traits(k_pages, v_pages),)
         key = (
-            q.get_device(), shape, variant, strides, pointer_traits(q, k_pages, v_pages, out, p_lse),
+            q.get_device(), shape, variant, traits, strides, pointer_traits(q, k_pages, v_pages, out, p_lse),
             q.dtype, v_pages.dtype, out.dtype, lse is None, causal, soft_cap > 0.0, q_scale is None,
             k_scale is None, out_scale is None, None if sinks is None else sinks.dtype,
             None if alibi_slopes is None else alibi_slopes.dtype, alibi_sqrt, spans is None, clamp_spans,
@@ -152,7 +161,7 @@ class LayerLauncher:
                 options |= {"matrix_instr_nonkdim": variant.matrix_rows, "kpack": variant.kpack}
             if variant.cluster > 1:
                 options["num_ctas"] = variant.cluster
-            compile_time = {**shared, **self._own_constants(shape, variant)}, options
+            compile_time = {**shared, **self._own_constants(shape, variant, *traits)}, options
             self._constants[key] = compile_time
         arguments = (
             *own_arguments, q, k_pages, v_pages, out, p_lse,

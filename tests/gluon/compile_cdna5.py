@@ -20,6 +20,14 @@ def decode_layers() -> dict[str, tuple[dict, dict]]:
     for form in FORMS:
         layers[f"bf16 {form}"] = dict(page_size=64), dict(form=form)
         layers[f"fp8 {form}"] = dict(page_size=128, group=64, float8=E4M3), dict(form=form)
+    layers["fp8 pairs"] = dict(page_size=128, group=16, float8=E4M3, side_by_side=True), {}
+    layers["fp8 pairs, small pages"] = dict(float8=E4M3, side_by_side=True), {}
+    layers["fp8 pairs of head_dim 64"] = (
+        dict(page_size=128, head_dims=(64, 64), float8=E4M3, side_by_side=True),
+        {},
+    )
+    layers["bf16 pairs of head_dim 64"] = dict(page_size=64, head_dims=(64, 64), side_by_side=True), {}
+    layers["fp8 rows of a head"] = dict(page_size=128, group=16, float8=E4M3), {}
     layers["fp8 head_dim 64"] = dict(page_size=64, head_dims=(64, 64), float8=E5M2), {}
     layers["fp8 head_dim 256"] = dict(page_size=64, head_dims=(256, 256), float8=E4M3), {}
     layers["fp8 small pages"] = dict(float8=E4M3), {}

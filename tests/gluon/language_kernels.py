@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import amd
 from triton.experimental.gluon.language.nvidia import ampere
 
-from numa_attention.gluon_compat import cdna5
+from numa_attention.gluon_compat import cdna5, reinterpret
 
 N = gl.constexpr(128)
 
@@ -115,8 +115,17 @@ def views(a, out, SHARED: gl.constexpr, REG: gl.constexpr):
     shared.store(gl.load(a + rows[:, None] * 64 + columns[None, :]))
     right = shared.slice(32, 32, dim=1).load(REG)
     left_transposed = shared.permute([1, 0]).slice(0, 32).load(REG)
+    right_transposed = shared.slice(32, 32, dim=1).permute([1, 0]).load(REG)
     folded = shared.reshape([64, 32]).slice(0, 32).load(REG)
-    gl.store(out + rows[:, None] * 32 + half[None, :], right + left_transposed + folded)
+    gl.store(
+        out + rows[:, None] * 32 + half[None, :], right + left_transposed + 2 * right_transposed + folded
+    )
+
+
+@gluon.jit
+def part_as_another_type(SHARED: gl.constexpr):
+    shared = gl.allocate_shared_memory(gl.float32, [32, 64], SHARED)
+    reinterpret(shared.slice(32, 32, dim=1), gl.int32, [32, 32], SHARED)
 
 
 @gluon.jit

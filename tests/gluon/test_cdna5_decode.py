@@ -10,6 +10,7 @@ import torch
 
 from numa_attention import gluon_compat, runner
 from numa_attention.decode import cdna5, cdna5_variant
+from numa_attention.decode.cdna5_variant import Rows
 from numa_attention.shapes import LayerShape, chunk_of
 from numa_attention.testing.gluon import OutOfBounds, Race, Refused
 from numa_attention.topology import pretend
@@ -23,7 +24,7 @@ from tests.gluon.cdna5_step import (
 )
 from tests.gluon.interpreted import splits_of
 from tests.kernel_step import check, run, step_of
-from tests.support import LAYOUTS, make_paged_case
+from tests.support import LAYOUTS, empty_pages, make_paged_case
 
 forms = pytest.mark.parametrize("form", cdna5.FORMS)
 
@@ -57,6 +58,52 @@ def test_page_sizes(page_size, kv_dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cache_layouts_at_head_dim_128(layout):
     check_decode(bf16_case([1], [90], layout=layout, head_dim=128, page_size=64), units=1)
+
+
+@forms
+@pytest.mark.parametrize(
+    ("layout", "kv_heads", "head_dim", "kv_dtype", "rows"),
+    [
+        ("pages-2", 1, 128, torch.float8_e4m3fn, Rows(flat_k=True, flat_v=True)),
+        ("kv-last", 2, 64, torch.bfloat16, Rows(paired=True)),
+        ("kv-last", 2, 64, torch.float8_e4m3fn, Rows(paired=True, flat_k=True)),
+    ],
+    ids=["tokens", "pairs", "tokens-of-pairs"],
+)
+def test_rows_of_more_than_a_head(form, layout, kv_heads, head_dim, kv_dtype, rows):
+    """Lengths that end in a row's midst, pages of more than a tile and of less, and NaN behind each end."""
+    for page_size in (48, 128):
+        case = bf16_case(
+            [1, 2], [33, 147], q_heads=2 * kv_heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype,
+            page_size=page_size, layout=layout,
+        )  # fmt: skip
+        assert cdna5_variant.rows_of(case.k_pages, case.v_pages) == rows
+        check_decode(case, form=form, units=1, block_n=64)
+
+
+def cache_rows(layout: str, kv_dtype: torch.dtype, heads: int, *head_dims: int) -> Rows:
+    return cdna5_variant.rows_of(*empty_pages(3, 16, heads, *head_dims, kv_dtype, layout))
+
+
+def test_which_rows_a_cache_has():
+    fp8, bf16 = torch.float8_e4m3fn, torch.bfloat16
+    flat, pairs, plain = Rows(flat_k=True, flat_v=True), Rows(paired=True), Rows()
+    assert cache_rows("pages-2", fp8, 1, 128, 128) == flat
+    assert cache_rows("interleaved", fp8, 1, 64, 64) == flat
+    assert cache_rows("kv-last", fp8, 8, 128, 128) == pairs
+    assert cache_rows("kv-last", bf16, 8, 64, 64) == pairs
+    # other heads lie between the tokens
+    assert cache_rows("pages-2", fp8, 2, 128, 128) == plain
+    # long enough as they are
+    assert cache_rows("kv-last", bf16, 1, 128, 128) == cache_rows("pages-2", fp8, 1, 256, 256) == plain
+    # padded in LDS, or of two sizes
+    assert cache_rows("pages-2", fp8, 1, 80, 80) == cache_rows("kv-last", fp8, 1, 80, 80) == plain
+    assert cache_rows("kv-last", fp8, 1, 128, 64) == plain
+    assert cache_rows("pages-2", fp8, 1, 128, 256) == plain
+    k_pages, v_pages = empty_pages(3, 16, 1, 128, 128, fp8, "kv-last")
+    # a cache of values alone, and one in another order
+    assert cdna5_variant.rows_of(k_pages, v_pages.clone()) == Rows(flat_v=True)
+    assert cdna5_variant.rows_of(v_pages, k_pages) == plain
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(40, 40), (112, 112), (192, 128), (256, 256)])
@@ -178,6 +225,16 @@ def test_scores_stay_in_their_lanes():
         run(case, schedule, scale=1.0)
 
 
+def test_pairs_of_keys_and_values_need_one_buffer_more():
+    case = bf16_case([1], [300], q_heads=2, kv_heads=1, layout="kv-last")
+    schedule = decode_planner(case, form="four-stage", units=1).plan(step_of(case, 1))
+    with (
+        interpreted(cdna5._launch, cdna5.decode_kernel, BUFFERS=3),
+        pytest.raises(Race, match=r"cdna5\.py:\d+ in decode_kernel"),
+    ):
+        run(case, schedule, scale=1.0)
+
+
 def test_too_few_buffers_are_found():
     case = bf16_case([1], [200], q_heads=2, kv_heads=1)
     schedule = decode_planner(case).plan(step_of(case, 1))
@@ -234,19 +291,23 @@ def test_requests_ahead_stay_below_what_the_compiler_lets_be_under_way(page_size
         assert tile.block_n % chunk_of(page_size, tile.block_n) == 0
 
 
-@pytest.mark.parametrize(
-    ("form", "right", "wrong"),
-    [
-        ("four-stage", "async_wait(4 * COPIES)", "async_wait(4 * COPIES + 1)"),
-        ("four-stage", "buffers_k.index(step % 3), HEAD", "buffers_k.index((step + 1) % 3), HEAD"),
-        ("four-stage", "buffers_v.index((step + 2) % 3), HEAD", "buffers_v.index((step + 1) % 3), HEAD"),
-        ("two-stage", "async_wait(2 * AHEAD * COPIES)", "async_wait(2 * AHEAD * COPIES + 1)"),
-        ("two-stage", "AHEAD) % BUFFERS", "AHEAD + 1) % BUFFERS"),
-        ("single", "async_wait(2 * AHEAD * COPIES)", "async_wait(1)"),
-        ("two-stage", "        cdna5.tdm.async_wait(0)\n", "        pass\n"),
-    ],
+FAULTS = (
+    ("four-stage", "async_wait(2 * COPIES)", "async_wait(2 * COPIES + 1)"),
+    ("four-stage", "buffers_k.index((step + 3) % BUFFERS)", "buffers_k.index((step + 1) % BUFFERS)"),
+    ("four-stage", "buffers_v.index((step + 2) % BUFFERS)", "buffers_v.index((step + 1) % BUFFERS)"),
+    ("two-stage", "async_wait(AHEAD * COPIES)", "async_wait(AHEAD * COPIES + 1)"),
+    ("two-stage", "AHEAD) % BUFFERS", "AHEAD + 1) % BUFFERS"),
+    ("single", "async_wait(AHEAD * COPIES)", "async_wait(1)"),
+    ("two-stage", "        cdna5.tdm.async_wait(0)\n", "        pass\n"),
 )
-def test_mistakes_in_the_pipeline_are_found(form, right, wrong, tmp_path):
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong", "layout"),
+    [(*fault, "pages-2") for fault in FAULTS]
+    + [(*fault, "kv-last") for fault in FAULTS if "buffers_v" not in fault[1]],
+)
+def test_mistakes_in_the_pipeline_are_found(form, right, wrong, layout, tmp_path):
     """The kernel with one wrong number."""
     with open(cdna5.__file__, encoding="utf-8") as file:
         source = file.read()
@@ -255,7 +316,7 @@ def test_mistakes_in_the_pipeline_are_found(form, right, wrong, tmp_path):
     specification = importlib.util.spec_from_file_location("wrong_decode", tmp_path / "wrong_decode.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    case = bf16_case([1], [300], q_heads=2, kv_heads=1, page_size=128)
+    case = bf16_case([1], [300], q_heads=2, kv_heads=1, page_size=128, layout=layout)
     schedule = decode_planner(case, form=form, units=1, block_n=64).plan(step_of(case, 1))
     with (
         interpreted(cdna5._launch, module.decode_kernel),

@@ -16,6 +16,11 @@ FORM says how far copies, products and the softmax overlap:
 - "two-stage": two buffers; the next tile is copied while one is used;
 - "four-stage": three buffers and copies two tiles ahead; the softmax is cut in two, and while one tile's scores are
   multiplied, the tile before it is exponentiated; while its values are multiplied, the next one's maximum is found.
+
+TDM goes straight to LDS, past the caches, where a row of its request has WIDE_ROW bytes; a token's key is shorter in
+float8. Where the cache's layout lets it, a row is made of more: of the keys and the values of a token (PAIRED: one
+request brings both, and there is a buffer more, as values then come as early as keys), and of all tokens of a page
+(FLAT_K, FLAT_V: the request is one row).
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from numa_attention import scores
-from numa_attention.decode.cdna5_variant import FORMS, instruction_depth
-from numa_attention.gluon_compat import cdna5, thread_barrier, wmma_layout
+from numa_attention.decode.cdna5_variant import FORMS, Rows, instruction_depth, rows_of
+from numa_attention.gluon_compat import cdna5, reinterpret, thread_barrier, wmma_layout
 from numa_attention.jit import gluon_entry
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
 from numa_attention.shapes import LayerShape, chunk_of
@@ -97,9 +102,12 @@ def pages_of(p_table, tile, seq_len, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.conste
 def copy_tile(
     cache, page_stride, token_stride, pages, tile, tile_end, seq_len, buffer,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    CHUNK: gl.constexpr,
+    CHUNK: gl.constexpr, FLAT: gl.constexpr = None,
 ):  # fmt: skip
-    """Request tile [BLOCK_N, BLOCK_D] into `buffer`, in BLOCK_N / CHUNK copies; a tile past the last one is zeros."""
+    """Request tile [BLOCK_N, BLOCK_D] into `buffer`, in BLOCK_N / CHUNK copies; a tile past the last one is zeros.
+
+    FLAT: the layout of the tile as one row, where its tokens lie one after the other; then HEAD_DIM is BLOCK_D.
+    """
     for chunk in gl.static_range(BLOCK_N // CHUNK):
         start = tile * BLOCK_N + chunk * CHUNK
         rows = gl.minimum(gl.maximum(seq_len - start, 0), CHUNK)
@@ -107,10 +115,35 @@ def copy_tile(
         source = cache + pages[chunk].to(gl.int64) * page_stride
         if PAGE_SIZE > CHUNK:
             source += (start % PAGE_SIZE).to(gl.int64) * token_stride
-        descriptor = cdna5.tdm.make_tensor_descriptor(
-            source, (rows, HEAD_DIM), (token_stride, 1), (CHUNK, BLOCK_D), buffer.type.layout
-        )
-        cdna5.tdm.async_load(descriptor, [0, 0], buffer.slice(chunk * CHUNK, CHUNK, dim=0))
+        if FLAT is None:
+            descriptor = cdna5.tdm.make_tensor_descriptor(
+                source, (rows, HEAD_DIM), (token_stride, 1), (CHUNK, BLOCK_D), buffer.type.layout
+            )
+            cdna5.tdm.async_load(descriptor, [0, 0], buffer.slice(chunk * CHUNK, CHUNK, dim=0))
+        else:
+            descriptor = cdna5.tdm.make_tensor_descriptor(
+                source, (rows * BLOCK_D,), (1,), (CHUNK * BLOCK_D,), FLAT
+            )
+            row = reinterpret(buffer, buffer.dtype, [BLOCK_N * BLOCK_D], FLAT)
+            cdna5.tdm.async_load(descriptor, [0], row.slice(chunk * CHUNK * BLOCK_D, CHUNK * BLOCK_D, dim=0))
+
+
+@gluon.jit
+def keys_in(buffers, slot, PAIRED: gl.constexpr, BLOCK_D: gl.constexpr):
+    """A tile of keys [BLOCK_N, BLOCK_D] in LDS."""
+    tile = buffers.index(slot)
+    if PAIRED:
+        tile = tile.slice(0, BLOCK_D, dim=1)
+    return tile
+
+
+@gluon.jit
+def values_in(buffers, slot, PAIRED: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr):
+    """A tile of values [BLOCK_N, BLOCK_DV] in LDS."""
+    tile = buffers.index(slot)
+    if PAIRED:
+        tile = tile.slice(BLOCK_D, BLOCK_DV, dim=1)
+    return tile
 
 
 @gluon.jit
@@ -309,13 +342,20 @@ def decode_kernel(
     FAN_IN: gl.constexpr,
     FORM: gl.constexpr,
     BUFFERS: gl.constexpr,
+    PAIRED: gl.constexpr,
     ACC: gl.constexpr,
     SHARED_K: gl.constexpr,
     SHARED_V: gl.constexpr,
+    FLAT_K: gl.constexpr,
+    FLAT_V: gl.constexpr,
 ):
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, K_WIDTH)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    COPIES: gl.constexpr = BLOCK_N // CHUNK  # TDM requests of one tile of keys or of values
+    # TDM requests of one tile of keys and values
+    COPIES: gl.constexpr = BLOCK_N // CHUNK * (1 if PAIRED else 2)
+    # of keys, or of both
+    WIDTH: gl.constexpr = 2 * HEAD_DIM if PAIRED else HEAD_DIM
+    BLOCK_W: gl.constexpr = 2 * BLOCK_D if PAIRED else BLOCK_D
     FLOAT8: gl.constexpr = k_pages.dtype.element_ty.primitive_bitwidth == 8
     # consecutive ranges belong to one domain, to which the hardware deals every DOMAINS-th workgroup
     workgroups = gl.num_programs(0)
@@ -330,8 +370,12 @@ def decode_kernel(
         v_factor = v_factor * gl.load(v_scale)
     if HAS_Q_SCALE:
         k_factor = k_factor * gl.load(q_scale)
-    buffers_k = gl.allocate_shared_memory(k_pages.dtype.element_ty, [BUFFERS, BLOCK_N, BLOCK_D], SHARED_K)
-    buffers_v = gl.allocate_shared_memory(v_pages.dtype.element_ty, [BUFFERS, BLOCK_N, BLOCK_DV], SHARED_V)
+    buffers_k = gl.allocate_shared_memory(k_pages.dtype.element_ty, [BUFFERS, BLOCK_N, BLOCK_W], SHARED_K)
+    buffers_v = buffers_k
+    if not PAIRED:
+        buffers_v = gl.allocate_shared_memory(
+            v_pages.dtype.element_ty, [BUFFERS, BLOCK_N, BLOCK_DV], SHARED_V
+        )
     o_m = gl.arange(0, BLOCK_M, ROW)
     o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ACC))
     o_dv = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, ACC))
@@ -407,22 +451,23 @@ def decode_kernel(
             pages_v = pages_of(p_table, tile_begin, seq_len, BLOCK_N, PAGE_SIZE, CHUNK)
             copy_tile(
                 p_k, k_page_stride, k_token_stride, pages_v, tile_begin, tile_end, seq_len, buffers_k.index(0),
-                HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, CHUNK,
+                WIDTH, BLOCK_W, BLOCK_N, PAGE_SIZE, CHUNK, FLAT_K,
             )  # fmt: skip
             for ahead in gl.static_range(2):
                 pages_k = pages_of(p_table, tile_begin + ahead + 1, seq_len, BLOCK_N, PAGE_SIZE, CHUNK)
                 copy_tile(
                     p_k, k_page_stride, k_token_stride, pages_k, tile_begin + ahead + 1, tile_end, seq_len,
-                    buffers_k.index(ahead + 1), HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, CHUNK,
+                    buffers_k.index(ahead + 1), WIDTH, BLOCK_W, BLOCK_N, PAGE_SIZE, CHUNK, FLAT_K,
                 )  # fmt: skip
-                copy_tile(
-                    p_v, v_page_stride, v_token_stride, pages_v, tile_begin + ahead, tile_end, seq_len,
-                    buffers_v.index(ahead), HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CHUNK,
-                )  # fmt: skip
+                if not PAIRED:
+                    copy_tile(
+                        p_v, v_page_stride, v_token_stride, pages_v, tile_begin + ahead, tile_end, seq_len,
+                        buffers_v.index(ahead), HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CHUNK, FLAT_V,
+                    )  # fmt: skip
                 pages_v = pages_k
             pages_k = pages_of(p_table, tile_begin + 3, seq_len, BLOCK_N, PAGE_SIZE, CHUNK)
-            cdna5.tdm.async_wait(4 * COPIES)
-            b_s = multiply_keys(b_parts, buffers_k.index(0), BLOCK_M, BLOCK_N, ACC)
+            cdna5.tdm.async_wait(2 * COPIES)
+            b_s = multiply_keys(b_parts, keys_in(buffers_k, 0, PAIRED, BLOCK_D), BLOCK_M, BLOCK_N, ACC)
             b_s, b_m, b_alpha = begin_softmax(
                 b_s, b_m, tile_begin, o_position, b_first, b_last, b_slope, qk_scale, soft_cap, BLOCK_N, ACC,
                 WINDOW, HAS_CAP, HAS_ALIBI,
@@ -434,19 +479,22 @@ def decode_kernel(
                 # into the buffers that the round before has read
                 copy_tile(
                     p_k, k_page_stride, k_token_stride, pages_k, tile + 3, tile_end, seq_len,
-                    buffers_k.index(step % 3), HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, CHUNK,
+                    buffers_k.index((step + 3) % BUFFERS), WIDTH, BLOCK_W, BLOCK_N, PAGE_SIZE, CHUNK, FLAT_K,
                 )  # fmt: skip
-                copy_tile(
-                    p_v, v_page_stride, v_token_stride, pages_v, tile + 2, tile_end, seq_len,
-                    buffers_v.index((step + 2) % 3), HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CHUNK,
-                )  # fmt: skip
-                cdna5.tdm.async_wait(4 * COPIES)
+                if not PAIRED:
+                    copy_tile(
+                        p_v, v_page_stride, v_token_stride, pages_v, tile + 2, tile_end, seq_len,
+                        buffers_v.index((step + 2) % BUFFERS), HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CHUNK,
+                        FLAT_V,
+                    )  # fmt: skip
+                cdna5.tdm.async_wait(2 * COPIES)
                 b_next = multiply_keys(
-                    b_parts, buffers_k.index((step + 1) % 3), BLOCK_M, BLOCK_N, ACC
+                    b_parts, keys_in(buffers_k, (step + 1) % BUFFERS, PAIRED, BLOCK_D), BLOCK_M, BLOCK_N, ACC
                 )  # tile + 1
                 b_p, b_l = end_softmax(b_s, b_m, b_l, b_alpha)  # tile
+                values = values_in(buffers_v, step % BUFFERS, PAIRED, BLOCK_D, BLOCK_DV)
                 b_acc = multiply_values(
-                    b_p, b_acc, b_alpha, buffers_v.index(step % 3), tile, key_low, BLOCK_N, ACC, WINDOW
+                    b_p, b_acc, b_alpha, values, tile, key_low, BLOCK_N, ACC, WINDOW
                 )  # tile
                 b_s, b_m, b_alpha = begin_softmax(
                     b_next, b_m, tile + 1, o_position, b_first, gl.where(tile + 1 < tile_end, b_last, -1),
@@ -460,34 +508,35 @@ def decode_kernel(
                 pages = pages_of(p_table, tile_begin + ahead, seq_len, BLOCK_N, PAGE_SIZE, CHUNK)
                 copy_tile(
                     p_k, k_page_stride, k_token_stride, pages, tile_begin + ahead, tile_end, seq_len,
-                    buffers_k.index(ahead), HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, CHUNK,
+                    buffers_k.index(ahead), WIDTH, BLOCK_W, BLOCK_N, PAGE_SIZE, CHUNK, FLAT_K,
                 )  # fmt: skip
-                copy_tile(
-                    p_v, v_page_stride, v_token_stride, pages, tile_begin + ahead, tile_end, seq_len,
-                    buffers_v.index(ahead), HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CHUNK,
-                )  # fmt: skip
+                if not PAIRED:
+                    copy_tile(
+                        p_v, v_page_stride, v_token_stride, pages, tile_begin + ahead, tile_end, seq_len,
+                        buffers_v.index(ahead), HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CHUNK, FLAT_V,
+                    )  # fmt: skip
             for tile in range(tile_begin, tile_end):
                 slot = (tile - tile_begin) % BUFFERS
                 copied = (tile - tile_begin + AHEAD) % BUFFERS
                 pages = pages_of(p_table, tile + AHEAD, seq_len, BLOCK_N, PAGE_SIZE, CHUNK)
                 copy_tile(
                     p_k, k_page_stride, k_token_stride, pages, tile + AHEAD, tile_end, seq_len,
-                    buffers_k.index(copied), HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, CHUNK,
+                    buffers_k.index(copied), WIDTH, BLOCK_W, BLOCK_N, PAGE_SIZE, CHUNK, FLAT_K,
                 )  # fmt: skip
-                copy_tile(
-                    p_v, v_page_stride, v_token_stride, pages, tile + AHEAD, tile_end, seq_len,
-                    buffers_v.index(copied), HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CHUNK,
-                )  # fmt: skip
-                cdna5.tdm.async_wait(2 * AHEAD * COPIES)
-                b_s = multiply_keys(b_parts, buffers_k.index(slot), BLOCK_M, BLOCK_N, ACC)
+                if not PAIRED:
+                    copy_tile(
+                        p_v, v_page_stride, v_token_stride, pages, tile + AHEAD, tile_end, seq_len,
+                        buffers_v.index(copied), HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CHUNK, FLAT_V,
+                    )  # fmt: skip
+                cdna5.tdm.async_wait(AHEAD * COPIES)
+                b_s = multiply_keys(b_parts, keys_in(buffers_k, slot, PAIRED, BLOCK_D), BLOCK_M, BLOCK_N, ACC)
                 b_s, b_m, b_alpha = begin_softmax(
                     b_s, b_m, tile, o_position, b_first, b_last, b_slope, qk_scale, soft_cap, BLOCK_N, ACC,
                     WINDOW, HAS_CAP, HAS_ALIBI,
                 )  # fmt: skip
                 b_p, b_l = end_softmax(b_s, b_m, b_l, b_alpha)
-                b_acc = multiply_values(
-                    b_p, b_acc, b_alpha, buffers_v.index(slot), tile, key_low, BLOCK_N, ACC, WINDOW
-                )
+                values = values_in(buffers_v, slot, PAIRED, BLOCK_D, BLOCK_DV)
+                b_acc = multiply_values(b_p, b_acc, b_alpha, values, tile, key_low, BLOCK_N, ACC, WINDOW)
         # copies of tiles past the end, which are zeros, still are on their way
         cdna5.tdm.async_wait(0)
 
@@ -553,23 +602,34 @@ def shared_layout(block_n: int, block_d: int, itemsize: int) -> gl.PaddedSharedL
     return gl.PaddedSharedLayout.with_identity_for([[block_d, 16 // itemsize]], [block_n, block_d], [1, 0])
 
 
-def constants(shape: LayerShape, variant: Variant) -> dict:
+def flat_layout(block_n: int, block_d: int, itemsize: int) -> gl.PaddedSharedLayout:
+    """The same bytes of LDS as one row [block_n * block_d]."""
+    return gl.PaddedSharedLayout.with_identity_for([[block_d, 16 // itemsize]], [block_n * block_d], [0])
+
+
+def constants(shape: LayerShape, variant: Variant, rows: Rows) -> dict:
     """The compile-time constants that this kernel declares after those of every kernel."""
     block_d, block_dv, block_n = block_dim(shape.head_dim), block_dim(shape.head_dim_v), variant.block_n
     depth = instruction_depth(shape, block_n)
+    keys = block_n, 2 * block_d if rows.paired else block_d, shape.kv_dtype.itemsize
+    values = block_n, block_dv, shape.kv_dtype.itemsize
     return dict(
         CHUNK=chunk_of(shape.page_size, block_n),
         DOMAINS=variant.domains_used,
         FAN_IN=FAN_IN,
         FORM=variant.form,
-        BUFFERS=FORMS.index(variant.form) + 1,
+        # a tile of keys is under way while the values of three tiles before it are used
+        BUFFERS=FORMS.index(variant.form) + 1 + (rows.paired and variant.form == "four-stage"),
+        PAIRED=rows.paired,
         ACC=wmma_layout(variant.num_warps, 1, (16, 16, depth)),
-        SHARED_K=shared_layout(block_n, block_d, shape.kv_dtype.itemsize),
-        SHARED_V=shared_layout(block_n, block_dv, shape.kv_dtype.itemsize),
+        SHARED_K=shared_layout(*keys),
+        SHARED_V=shared_layout(*values),
+        FLAT_K=flat_layout(*keys) if rows.flat_k else None,
+        FLAT_V=flat_layout(*values) if rows.flat_v else None,
     )
 
 
-_launch = LayerLauncher(gluon_entry(decode_kernel), constants)
+_launch = LayerLauncher(gluon_entry(decode_kernel), constants, rows_of)
 
 
 def decode(

@@ -23,6 +23,7 @@ PREFILL_ROWS = {64: (128, 64), 128: (128, 64), 256: (64, 32)}
 MAX_CLUSTER = 16
 LEAST_FILL = 0.75  # of the workgroups that a device holds
 REQUESTS_AHEAD = 5  # tiles of keys or values that the four-stage form has under way
+WIDE_ROW = 256  # bytes of a TDM row that goes straight to LDS, past the caches, at full rate
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,19 @@ class Cdna5Tile:
 
     block_n: int
     form: str
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a row of a TDM request holds besides the key or value of one token.
+
+    paired: the token's key and value, in one request. flat_k, flat_v: all tokens of the page, one after the other;
+    flat_k is of both where they are paired.
+    """
+
+    paired: bool = False
+    flat_k: bool = False
+    flat_v: bool = False
 
 
 def why_not(shape: LayerShape, triton: tuple[int, int] | None) -> str | None:
@@ -107,6 +121,30 @@ def cluster_of(shape: LayerShape, units: int, workgroups: int) -> tuple[int, int
 def copies_of(page_size: int, block_n: int) -> int:
     """TDM requests of one tile of keys or of values."""
     return block_n // chunk_of(page_size, block_n)
+
+
+def rows_of(k_pages: torch.Tensor, v_pages: torch.Tensor) -> Rows:
+    """How to make rows of at least WIDE_ROW bytes, where the layout of a cache [page, token, kv_head, head_dim] can."""
+    keys, values = k_pages.shape[-1], v_pages.shape[-1]
+    # heads of other sizes are padded in LDS
+    short_keys, short_values = (
+        width == _power_of_2(width) and width * k_pages.itemsize < WIDE_ROW for width in (keys, values)
+    )
+    if short_keys and keys == values and _side_by_side(k_pages, v_pages):
+        flat = 2 * keys * k_pages.itemsize < WIDE_ROW and k_pages.stride(1) == 2 * keys
+        return Rows(paired=True, flat_k=flat)
+    return Rows(
+        flat_k=short_keys and k_pages.stride(1) == keys, flat_v=short_values and v_pages.stride(1) == values
+    )
+
+
+def _side_by_side(k_pages: torch.Tensor, v_pages: torch.Tensor) -> bool:
+    """Whether each token's value lies right behind its key."""
+    return (
+        v_pages.storage_offset() - k_pages.storage_offset() == k_pages.shape[-1]
+        and k_pages.stride() == v_pages.stride()
+        and k_pages.untyped_storage().data_ptr() == v_pages.untyped_storage().data_ptr()
+    )
 
 
 def instruction_depth(shape: LayerShape, block_n: int) -> int:

@@ -39,7 +39,10 @@ CACHE_BYTES = 4 << 30  # more than AMD's buffer instructions reach, as in produc
 
 @dataclass(frozen=True)
 class Call:
-    """A layer's call, in what decides how it is compiled. The flags say what it has."""
+    """A layer's call, in what decides how it is compiled. The flags say what it has.
+
+    side_by_side: the cache is [page, KV head, token, key and value], as vLLM 0.32 and later lay it out.
+    """
 
     shape: LayerShape
     sinks: bool = False
@@ -53,6 +56,7 @@ class Call:
     lse: bool = False
     max_decode_query: int = 1
     placement: str = "dispatch"
+    side_by_side: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,12 +176,20 @@ def batch_of(num_decodes: int) -> StepBatch:
     )
 
 
-def _pages(shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+def _pages(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = call.shape
     if shape.page_size == CONTIGUOUS:
         dims = shape.head_dim, shape.head_dim_v
         return tuple(_empty(TOKENS, shape.kv_heads, dim, dtype=shape.kv_dtype) for dim in dims)
     page_bytes = shape.page_size * shape.kv_heads * shape.head_dim * shape.kv_dtype.itemsize
-    rows = (CACHE_BYTES // page_bytes, shape.page_size, shape.kv_heads)
+    pages = CACHE_BYTES // page_bytes
+    if call.side_by_side:
+        both = _empty(
+            pages, shape.kv_heads, shape.page_size, shape.head_dim + shape.head_dim_v, dtype=shape.kv_dtype
+        )
+        both = both.transpose(1, 2)
+        return both[..., : shape.head_dim], both[..., shape.head_dim :]
+    rows = (pages, shape.page_size, shape.kv_heads)
     return tuple(_empty(*rows, dim, dtype=shape.kv_dtype) for dim in (shape.head_dim, shape.head_dim_v))
 
 
@@ -194,7 +206,7 @@ def attend_once(call: Call, schedule: Schedule) -> None:
     ]
     runner.attend(
         _empty(TOKENS, heads, shape.head_dim, dtype=shape.kv_dtype if call.float8_query else shape.dtype),
-        *_pages(shape),
+        *_pages(call),
         _empty(TOKENS, heads, shape.head_dim_v, dtype=shape.kv_dtype if call.float8_output else shape.dtype),
         schedule,
         scale=shape.head_dim**-0.5,
@@ -214,4 +226,4 @@ def _write(call: Call) -> None:
         _empty(TOKENS, shape.kv_heads, dim, dtype=shape.dtype) for dim in (shape.head_dim, shape.head_dim_v)
     )
     slots = _empty(TOKENS, dtype=torch.int64)
-    write_pages(key, value, *_pages(shape), slots, **_scales(shape), kernels="triton")
+    write_pages(key, value, *_pages(call), slots, **_scales(shape), kernels="triton")

@@ -117,6 +117,15 @@ class Code:
         return min(innermost, key=lambda loop: loop[1] - loop[0], default=None)
 
 
+_TENSOR_ROW = re.compile(r"tensordesc<(?:tensor<)?(?:\d+x)*(\d+)x[a-z]+(\d+)")
+
+
+def tensor_rows(kernel: CompiledKernel) -> list[int]:
+    """Bytes of a row in the requests to the tensor mover, ascending; empty where a kernel makes none."""
+    rows = {int(width) * int(bits) // 8 for width, bits in _TENSOR_ROW.findall(kernel.asm["ttgir"])}
+    return sorted(rows)
+
+
 def announcements(code: Code) -> list[str]:
     """For each atomic, the kinds of ANNOUNCING from the last store before it to what invalidates after it, in order.
 

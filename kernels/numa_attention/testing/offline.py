@@ -48,6 +48,7 @@ class Report:
     tile: block_m x block_n, warps, stages; empty for kernels that have no variant. whole, main_loop: instructions of
     each kind (see `isa`) in the kernel and in the loop over tiles that need no mask; loop_length: all its instructions.
     announcements: on AMD, how each atomic of a merge follows the stores that it announces, see `isa.announcements`.
+    tensor_rows: bytes of a row in the requests to the tensor mover, of each kind of request.
     failure: why it does not compile, empty where it does.
     """
 
@@ -63,6 +64,7 @@ class Report:
     announcements: list[str]
     seconds: float
     failure: str = ""
+    tensor_rows: tuple[int, ...] = ()
 
     def faults(self) -> list[str]:
         """What is wrong with it; empty if nothing is."""
@@ -139,6 +141,7 @@ def reports(generation: str, calls: list[tuple[Call, str]], **tile: int | str) -
                 loop_length=loop[1] - loop[0] if loop else 0,
                 announcements=isa.announcements(code) if generation.startswith("gfx") else [],
                 seconds=time.perf_counter() - start,
+                tensor_rows=tuple(isa.tensor_rows(compiled.result)),
             )
 
 

@@ -55,6 +55,8 @@ def describe(call: Call) -> str:
     words += [name for name in ("sinks", "soft_cap", "alibi", *GENERAL_OPTIONS, "lse") if getattr(call, name)]
     if call.max_decode_query > 1:
         words.append(f"q{call.max_decode_query}")
+    if call.side_by_side:
+        words.append("side-by-side")
     if call.placement != "dispatch":
         words.append(f"by-{call.placement}")
     return " ".join(words)
@@ -79,6 +81,7 @@ def common_calls(generation: str) -> list[tuple[Call, str]]:
         (cached, "prefill"),
         (split, "decode"),
         *placed_calls(generation),
+        *side_by_side_calls(generation)[:1],
     ]
 
 
@@ -92,6 +95,20 @@ def placed_calls(generation: str) -> list[tuple[Call, str]]:
         for step in ("decode", "prefill")
         if step == "prefill" or generation not in PLACED_BY_SM
     ]
+
+
+def side_by_side_calls(generation: str) -> list[tuple[Call, str]]:
+    """Decode over a cache whose keys lie beside its values, where a kernel copies both in one request."""
+    if generation != "gfx1250":
+        return []
+    layers = (
+        dict(float8=E4M3, page_size=128),
+        dict(float8=E5M2, page_size=128, group=64),
+        dict(float8=E4M3, page_size=16),
+        dict(float8=E4M3, page_size=64, head_dims=(64, 64), window=127, sinks=True, soft_cap=True, lse=True),
+        dict(page_size=64, head_dims=(64, 64)),
+    )
+    return [(make_call(generation, **layer, side_by_side=True), "decode") for layer in layers]
 
 
 def all_calls(generation: str) -> list[tuple[Call, str]]:
@@ -134,6 +151,7 @@ def all_calls(generation: str) -> list[tuple[Call, str]]:
         add("decode", max_decode_query=queries)
     add("plan", "write")
     calls.extend(placed_calls(generation))
+    calls.extend(side_by_side_calls(generation))
     calls.extend(missing_calls(generation, {variant_key(call, step, generation) for call, step in calls}))
     return calls
 

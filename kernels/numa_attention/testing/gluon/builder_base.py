@@ -134,7 +134,7 @@ class BuilderBase:
 
         def make() -> Type:
             real = self.real.get_shared_mem_desc_ty(element.real, list(shape), attribute, list(allocated))
-            return Type(element.dtype, shape, attribute, real, is_shared=True)
+            return Type(element.dtype, shape, attribute, real, allocated=allocated)
 
         return self._unique(("shared", id(element), shape, id(attribute), allocated), make)
 
@@ -192,8 +192,11 @@ class BuilderBase:
     def get_shape_from_tensor(self, value: Value) -> list[int]:
         return list(value.type.shape)
 
-    def inferred(self, key: tuple, source: Type, shape, apply: Callable) -> Type:
-        """The type that the compiler gives the result of `apply`, called with a value of `source`."""
+    def inferred(self, key: tuple, source: Type, shape, apply: Callable, allocated=None) -> Type:
+        """The type that the compiler gives the result of `apply`, called with a value of `source`.
+
+        allocated: of a view of shared memory, the shape that it was cut from, None for its own.
+        """
         shape = tuple(shape)
         key = (key, id(source), shape)
         if key not in self._inferred:
@@ -202,7 +205,10 @@ class BuilderBase:
                 result = result[0]
             if source.is_shared:
                 layout = self.real.get_gluon_layout_from_memdesc(result)
-                made = self.get_shared_mem_desc_ty(self.element_of(source), shape, layout._to_ir(self), shape)
+                allocated = shape if allocated is None else tuple(allocated)
+                made = self.get_shared_mem_desc_ty(
+                    self.element_of(source), shape, layout._to_ir(self), allocated
+                )
             elif not shape:
                 made, layout = self.element_of(source), None
             else:

@@ -181,6 +181,7 @@ class MemoryOperations(BuilderBase):
             view.type,
             moved.shape,
             lambda real: self.real.create_memdesc_trans(real, list(order)),
+            [view.type.allocated[-len(order) :][axis] for axis in order],
         )
         return SharedView(moved, view.allocation, type)
 
@@ -195,6 +196,8 @@ class MemoryOperations(BuilderBase):
         return SharedView(view.view.view(shape), view.allocation, type)
 
     def create_memdesc_reinterpret(self, type: Type, view: SharedView) -> SharedView:
+        if not view.view.is_contiguous():
+            raise NotModelled(f"a part of a buffer as another type or shape, at {self.where()}")
         reinterpreted = view.view.reshape(-1).view(type.dtype)
         wanted = torch.Size(type.shape).numel()
         if wanted > reinterpreted.numel():

@@ -75,8 +75,12 @@ class Type:
     layout_attribute: object = None  # the compiler's attribute
     real: object = None  # the compiler's type, None where it is never asked for
     pointee: Type | None = None
-    is_shared: bool = False
+    allocated: tuple[int, ...] | None = None  # of shared memory: the shape that a part was cut from
     layout: object = None  # Gluon's layout, filled in on demand
+
+    @property
+    def is_shared(self) -> bool:
+        return self.allocated is not None
 
 
 class Value:
