@@ -17,7 +17,9 @@ from numa_attention.testing import bound
 from numa_attention.testing.bound import Assumptions, Form, Loop, read_loop
 
 LOOP = Loop(matrix=258.0, vector=786.0, lds_bytes=32768, instructions=1086)
-FOUR = Form("four-stage", rows=64, block_n=128, requests=1, workgroups=512, shared=110592, loop=LOOP)
+FOUR = Form(
+    "four-stage", rows=64, block_n=128, requests=2, tensor_row=256, workgroups=512, shared=110592, loop=LOOP
+)
 DOCUMENT = Path(__file__).parents[1] / "docs" / "decode-gfx1250.md"
 
 
@@ -56,7 +58,7 @@ def test_requests_under_way_cover_latency_times_bandwidth():
     """Little's law: with half of the bytes under way, at most half of the rate as soon as that binds."""
     assumed = Assumptions(latency=2e-6)
     whole = bound.bound(FOUR, 2, 65536, assumed)
-    half = bound.bound(dataclasses.replace(FOUR, requests=6), 2, 65536, assumed)
+    half = bound.bound(dataclasses.replace(FOUR, requests=12), 2, 65536, assumed)
     assert whole.binds == half.binds == "requests"
     assert FOUR.bytes_in_flight() == 4 * 128 * 128
     assert whole.seconds["requests"] == pytest.approx(2e-6 * 64 * 2 * 65536 * 256 / (512 * 65536))
@@ -105,6 +107,8 @@ def test_the_command(tmp_path):
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     (form,) = answer["forms"]
+    # one request a round, its rows the key and the value of a token
+    assert form["requests"] == 1 and form["tensor_row"] == 256
     assert form["rows"] == 64 and form["loop"]["lds_bytes"] == 2 * 128 * 128
     assert form["loop"]["matrix"] > 200 and form["loop"]["vector"] > form["loop"]["matrix"]
     assert len(answer["bounds"]) == 5

@@ -97,14 +97,16 @@ def read_loop(instructions: Iterable[str], assumed: Assumptions = ASSUMPTIONS) -
 class Form:
     """One form of the pipeline as compiled for one number of KV heads.
 
-    rows: of the packed tile, 16 a wave. block_n: tokens of a KV tile. requests: TDM requests of one tile of keys, or of
-    values. workgroups: of the launch. shared: bytes of LDS of a workgroup. loop: of one wave.
+    rows: of the packed tile, 16 a wave. block_n: tokens of a KV tile. requests: TDM requests of a round's keys and
+    values. tensor_row: bytes of their rows. workgroups: of the launch. shared: bytes of LDS of a workgroup. loop: of
+    one wave.
     """
 
     name: str
     rows: int
     block_n: int
     requests: int
+    tensor_row: int
     workgroups: int
     shared: int
     loop: Loop
@@ -120,7 +122,7 @@ class Form:
 
     def bytes_in_flight(self, assumed: Assumptions = ASSUMPTIONS) -> float:
         """Of one workgroup, within the compiler's limit of requests."""
-        return min(self.tiles_ahead(), assumed.requests / self.requests) * self.tile_bytes
+        return min(self.tiles_ahead(), 2 * assumed.requests / self.requests) * self.tile_bytes
 
     def exposed(self, load: float = 0.0) -> float:
         """Cycles of a round of one wave in which the matrix unit waits, with copies that take `load` cycles.
@@ -199,15 +201,25 @@ def compile_form(name: str, kv_heads: int) -> Form:
     from numa_attention.topology import pretend
 
     shape = LayerShape(Q_HEADS, kv_heads, HEAD_DIM, HEAD_DIM, torch.bfloat16, torch.float8_e4m3fn, PAGE_SIZE)
-    (compiled,) = compile_call(Call(shape), "gfx1250", "decode", form=name)
+    call = Call(shape, side_by_side=True)
+    (compiled,) = compile_call(call, "gfx1250", "decode", form=name)
     variant = compiled.variant
     if variant.name != "cdna5-decode":
         raise RuntimeError(f"the kernel cannot be compiled here: {variant.describe()}")
     resources, code = isa.inspect(compiled.result, pretend("gfx1250").shared_bytes)
     begin, end = code.main_loop()
-    loop = read_loop(code.instructions[begin:end])
-    requests = variant.block_n // min(PAGE_SIZE, variant.block_n)
-    return Form(name, variant.block_m, variant.block_n, requests, variant.workgroups, resources.shared, loop)
+    loop, requests = read_loop(code.instructions[begin:end]), code.count((begin, end))["tensor copy"]
+    (tensor_row,) = isa.tensor_rows(compiled.result)
+    return Form(
+        name,
+        variant.block_m,
+        variant.block_n,
+        requests,
+        tensor_row,
+        variant.workgroups,
+        resources.shared,
+        loop,
+    )
 
 
 def _print_tables(forms: dict[int, list[Form]], bounds: list[Bound]) -> None:
@@ -216,7 +228,7 @@ def _print_tables(forms: dict[int, list[Form]], bounds: list[Bound]) -> None:
     console = Console(highlight=False)
     load = ASSUMPTIONS.latency * ASSUMPTIONS.clock
     loops = table(
-        "KV heads", "form", "rows", "WMMA cycles", "vector cycles", "LDS bytes", "instructions",
+        "KV heads", "form", "rows", "TDM rows", "WMMA cycles", "vector cycles", "LDS bytes", "instructions",
         "exposed by the softmax", "article", "with the load", "in flight, KiB", "hides, us",
         title="A round of one wave, computed", text=("form",),
     )  # fmt: skip
@@ -224,7 +236,8 @@ def _print_tables(forms: dict[int, list[Form]], bounds: list[Bound]) -> None:
         for form in each:
             in_flight = form.workgroups * form.bytes_in_flight()
             loops.add_row(
-                str(kv_heads), form.name, str(form.rows), f"{form.loop.matrix:.0f}", f"{form.loop.vector:.0f}",
+                str(kv_heads), form.name, str(form.rows), str(form.tensor_row),
+                f"{form.loop.matrix:.0f}", f"{form.loop.vector:.0f}",
                 str(form.loop.lds_bytes), str(form.loop.instructions), f"{form.exposed():.0f}",
                 str(ARTICLE_EXPOSED.get(form.name, "")), f"{form.exposed(load):.0f}",
                 f"{form.bytes_in_flight() / 1024:.0f}", f"{in_flight / MI450.memory_bandwidth.value * 1e6:.2f}",
