@@ -33,6 +33,7 @@ from numa_attention import across_devices  # noqa: E402
 from numa_attention.machine import ModelError  # noqa: E402
 from numa_attention.machine.placement import CASES, Axis  # noqa: E402
 from numa_attention.machine.plan import tokens as read_tokens  # noqa: E402
+from numa_attention.merge import EXCHANGES  # noqa: E402
 from numa_attention.peer_memory import Unreachable  # noqa: E402
 from numa_attention.terminal import output_errors_in_one_sentence, print_error, print_table, table  # noqa: E402
 
@@ -109,9 +110,14 @@ def _graph_seconds(call: Callable[[], None], group: dist.ProcessGroup) -> float:
 
 
 def measure(
-    data: Data, group: dist.ProcessGroup, workspace: across_devices.Workspace | None, kernels: str = "auto"
+    data: Data,
+    group: dist.ProcessGroup,
+    workspace: across_devices.Workspace | None,
+    kernels: str = "auto",
+    exchange: str = "ag_rs",
 ) -> list[Row]:
     """All placements on this rank; every rank of `group` calls this. Without a workspace, by collectives alone.
+    exchange: which collectives, of `merge.EXCHANGES`.
 
     Raises RuntimeError on every rank where a step is wrong.
     """
@@ -126,7 +132,7 @@ def measure(
             # without an exchange the two are one and the same; slices of head_dim over ranks have no fused step
             if fused and (workspace is None or not exchanging):
                 continue
-            step = make_step(placement, data, group, workspace if fused else None, kernels)
+            step = make_step(placement, data, group, workspace if fused else None, kernels, exchange)
             if step is None:
                 continue
             worst = torch.tensor(error_of(step, expected, group.rank()), device=device)
@@ -178,6 +184,7 @@ def main(
     kv_heads: Annotated[int, typer.Option()] = 1,
     head_dim: Annotated[int, typer.Option()] = 128,
     kv_dtype: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
+    exchange: Annotated[str, typer.Option(help=f"The collectives: {' or '.join(EXCHANGES)}.")] = "ag_rs",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Time the six placements of a KV cache over the GPUs of this host."""
@@ -192,6 +199,8 @@ def main(
         )
     if kv_dtype not in KV_DTYPES:
         raise typer.BadParameter(f"--kv-dtype {kv_dtype!r} is unknown: choose one of {', '.join(KV_DTYPES)}")
+    if exchange not in EXCHANGES:
+        raise typer.BadParameter(f"--exchange {exchange!r} is unknown: choose one of {', '.join(EXCHANGES)}")
     try:
         layer = Layer(read_tokens(context), q_heads, kv_heads, head_dim, KV_DTYPES[kv_dtype])
         layer.check(world)
@@ -208,7 +217,7 @@ def main(
         if group.rank() == 0:
             print(f"nothing is merged in a kernel, only collectives are timed: {error}", file=sys.stderr)
     try:
-        rows = measure(make_data(layer, device), group, workspace)
+        rows = measure(make_data(layer, device), group, workspace, exchange=exchange)
     except RuntimeError as error:
         print_error(str(error))
         raise typer.Exit(1) from None

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from numa_attention import across_devices, runner
 from numa_attention.across_devices import Workspace
 from numa_attention.machine.placement import Axis, Placement
-from numa_attention.merge import merge_states
+from numa_attention.merge import merge_across_ranks
+from numa_attention.ranks import Ranks
 from numa_attention.schedule import Planner, StepBatch
 from numa_attention.shapes import FLOAT8, LayerShape
 
@@ -110,12 +111,18 @@ class Step:
 
 
 def make_step(
-    placement: Placement, data: Data, group: dist.ProcessGroup, workspace: Workspace | None, kernels: str
+    placement: Placement,
+    data: Data,
+    group: dist.ProcessGroup,
+    workspace: Workspace | None,
+    kernels: str = "auto",
+    exchange: str = "ag_rs",
 ) -> Step | None:
     """A placement's decode step on this rank; None for slices of head_dim of a float8 cache, which torch cannot
     multiply with queries.
 
-    workspace: merge across ranks in the kernel; None: by collectives. kernels: as for a `Planner`.
+    workspace: merge across ranks in the kernel; None: by collectives, which `exchange` names (`merge.EXCHANGES`).
+    kernels: as for a `Planner`.
     """
     layer, world, rank = data.layer, group.size(), group.rank()
     own_heads = layer.q_heads // world
@@ -145,21 +152,16 @@ def make_step(
 
         return Step(placement, call, merged, workspace.bytes_sent(1))
 
+    ranks = Ranks(group)
+
     def call_collectives() -> None:
         attend()
-        merged.copy_(merge_by_collective(out, lse, group)[0])
+        merged.copy_(merge_across_ranks(out, lse, ranks, exchange)[0])
 
-    return Step(placement, call_collectives, merged, (world - 1) * own_heads * (layer.head_dim + 1) * 4)
-
-
-def merge_by_collective(
-    out: torch.Tensor, lse: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and LSEs of this rank's heads: the parts and their LSEs travel in one all-to-all, then are merged."""
-    sent = torch.cat([out, lse[..., None]], -1).unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return merge_states(received[..., :-1], received[..., -1])
+    # both exchanges bring a rank's outputs to their owners; to gather the LSEs takes those of all heads everywhere
+    lses = layer.q_heads if exchange == "ag_rs" else own_heads
+    sent = (world - 1) * (own_heads * layer.head_dim + lses) * 4
+    return Step(placement, call_collectives, merged, sent)
 
 
 def _decode(data: Data, pages, heads: slice, inner: Axis, kernels: str, out, lse) -> Callable[[], None]:

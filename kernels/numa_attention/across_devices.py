@@ -21,6 +21,7 @@ from numa_attention.clock_device import ticks_per_second
 from numa_attention.jit import Launcher, pointer_traits
 from numa_attention.peer_memory import PeerMemory
 from numa_attention.portable_launch import block_dim
+from numa_attention.ranks import LostRank
 
 PATIENCE = (
     60.0  # seconds that a rank waits for the others: longer than any of them takes to compile its kernels
@@ -34,10 +35,6 @@ ALIGNMENT = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _launch = Launcher(merge_across_kernel)
-
-
-class LostRank(RuntimeError):
-    """A rank did not deliver its partial results in time; what this rank has merged since is NaN."""
 
 
 class Workspace:
@@ -95,7 +92,7 @@ class Workspace:
         self._fitting: dict[tuple, tuple[tuple, dict]] = {}
 
     def check(self) -> None:
-        """Raise LostRank if a rank was missed in a launch that has run. Costs no synchronisation.
+        """Raise `ranks.LostRank` if a rank was missed in a launch that has run. Costs no synchronisation.
 
         Call it once a step, when the step's results are on the host and before they are used.
         """
@@ -215,7 +212,7 @@ def merge(
     LSE. The last dimensions of out and merged are contiguous. merged may be this rank's own heads of `out`.
 
     The parts are merged in the order of the ranks, whoever came first. Where a rank is missing, merged and merged_lse
-    become NaN and `Workspace.check` raises LostRank. Raises ValueError where the tensors do not fit the workspace.
+    become NaN and `Workspace.check` raises `ranks.LostRank`. Raises ValueError where the tensors do not fit.
     """
     layout = (
         out.dtype, out.shape, out.stride(), lse.dtype, lse.shape, lse.stride(), merged.dtype, merged.shape,

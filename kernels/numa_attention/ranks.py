@@ -19,7 +19,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class LostRank(RuntimeError):
-    """Another rank did not take part in a collective: it has died, stalls, or has failed in its own part."""
+    """Another rank did not take part in a merge or a collective: it has died, stalls, or failed in its own part."""
 
 
 class Ranks:

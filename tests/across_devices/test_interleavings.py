@@ -5,7 +5,7 @@ import torch
 from merging_ranks import random_step
 
 from numa_attention import across_devices
-from numa_attention.across_devices import LostRank
+from numa_attention.ranks import LostRank
 from numa_attention.testing.interleaving import NO_FAULTS, Faults, Interleaving, recording
 from numa_attention.testing.ranks import pretend_workspaces
 

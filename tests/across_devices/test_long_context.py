@@ -56,7 +56,7 @@ def measure(group, workspace) -> list[long_context.Row]:
 
 def measure_float8(group, workspace) -> list[long_context.Row]:
     layer = replace(LAYER, kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16)
-    return long_context.measure(make_data(layer, CPU), group, workspace, kernels="torch")
+    return long_context.measure(make_data(layer, CPU), group, workspace, kernels="torch", exchange="a2a")
 
 
 def measure_with_other_keys_on_one_rank(group, workspace) -> list[long_context.Row]:
@@ -91,9 +91,10 @@ def test_bytes_of_each_placement(rows):
     assert [row.kv_bytes for row in rows] == [whole, whole // 2, whole, whole // 2, whole // 2, whole // 2]
     # four heads of 32 numbers and an LSE to the other rank; the flag of one workgroup is 8 bytes
     merged = 4 * 33 * 4
+    gathered = merged + 4 * 4  # LSEs of its own heads too
     # a ring moves half of the scores there and half of the sums back; then four heads of 16 numbers
     scores = 8 * 512 * 4 + 4 * 16 * 4
-    assert [row.collective_bytes for row in rows] == [0, merged, 0, merged, scores, merged]
+    assert [row.collective_bytes for row in rows] == [0, gathered, 0, gathered, scores, gathered]
     assert [row.fused_bytes for row in rows] == [None, merged + 8, None, merged + 8, None, merged + 8]
 
 
@@ -111,6 +112,7 @@ def test_a_float8_cache_runs_where_a_kernel_reads_it(tmp_path):
         assert isinstance(found, list), found
         assert [row.case for row in found if row.collectives_us] == [1, 2, 3, 6]
         assert found[5].kv_bytes == 512 * 2 * 32 // 2
+        assert found[5].collective_bytes == 4 * 33 * 4
 
 
 def test_what_is_wrong_is_not_timed(tmp_path):

@@ -8,7 +8,8 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from merging_ranks import random_step
 
-from numa_attention.across_devices import LostRank, allocate
+from numa_attention.across_devices import allocate
+from numa_attention.ranks import LostRank
 from numa_attention.testing.ranks import pretend_workspaces
 
 pytestmark = pytest.mark.gpu
