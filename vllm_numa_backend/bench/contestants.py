@@ -8,7 +8,7 @@ import torch
 
 from numa_attention import runner
 from numa_attention.schedule import Planner, Schedule
-from vllm_numa_backend.bench.cases import Case, Tensors
+from vllm_numa_backend.bench.cases import MAX_DECODE_QUERY, Case, Tensors
 
 Call = Callable[[int], None]
 
@@ -26,7 +26,7 @@ def ours(tensors: Tensors, **planner_options) -> tuple[Call, Schedule]:
         tensors.out.device,
         max_requests=max(case.batch, 8),
         max_tokens=tensors.out.shape[0],
-        max_decode_query=case.query_len if tensors.step.num_decodes else 1,
+        max_decode_query=case.query_len if case.query_len <= MAX_DECODE_QUERY else 1,
         **planner_options,
     )
     schedule = planner.plan(tensors.step)

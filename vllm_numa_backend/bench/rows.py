@@ -12,6 +12,7 @@ from numa_attention.topology import detect
 from numa_attention.variants import Variant, choose_decode, choose_prefill
 from vllm_numa_backend.bench.cases import MAX_DECODE_QUERY, Case, make_tensors
 from vllm_numa_backend.bench.contestants import flash_attention_3, is_fp8, ours, triton_attn
+from vllm_numa_backend.bench.mixed import MixedCase, make_mixed_tensors
 from vllm_numa_backend.bench.timing import time_calls
 
 # ||ours - FA3|| / ||FA3||; FA3 quantises queries and probabilities where the cache is float8, we do not
@@ -59,22 +60,23 @@ def measure(case: Case, with_triton: bool = True, kernel: str | None = None) -> 
     Raises WrongResult when our output and FlashAttention-3's differ or another kernel ran, ValueError where the kernel
     asked for cannot run the case.
     """
-    tensors = make_tensors(case)
+    tensors = make_mixed_tensors(case) if isinstance(case, MixedCase) else make_tensors(case)
     copies = len(tensors.kv)
     peer = flash_attention_3(tensors)
     tensors.out.fill_(math.nan)
     peer(0)
     expected = tensors.out.float()
     call, schedule = ours(tensors, **asked_for(case, kernel))
-    variant = (schedule.decode or schedule.prefill).variant.name
+    plans = (schedule.decode, schedule.prefill, schedule.extend)
+    variants = [plan.variant.name for plan in plans if plan is not None]
     tensors.out.fill_(math.nan)
     runner.ran.clear()
     call(0)
     error = float((tensors.out.float() - expected).norm() / expected.norm())
     if not error <= AGREEMENT[is_fp8(case)]:
         raise WrongResult(f"{case.name}: our output is {error:.1e} away from FlashAttention-3's")
-    if dict(runner.ran) != {variant: 1}:
-        raise WrongResult(f"{case.name}: the schedule names {variant}, but {dict(runner.ran)} ran")
+    if dict(runner.ran) != dict.fromkeys(variants, 1):
+        raise WrongResult(f"{case.name}: the schedule names {variants}, but {dict(runner.ran)} ran")
     seconds = time_calls(call, copies)
     peer_seconds = time_calls(peer, copies)
     triton_seconds = None
@@ -82,4 +84,4 @@ def measure(case: Case, with_triton: bool = True, kernel: str | None = None) -> 
         triton_seconds = min(time_calls(one, copies) for one in triton_attn(tensors).values())
     del tensors
     torch.cuda.empty_cache()
-    return Row(case, variant, seconds, peer_seconds, triton_seconds)
+    return Row(case, ", ".join(variants), seconds, peer_seconds, triton_seconds)

@@ -57,11 +57,28 @@ def prefill(
     kernel: Annotated[
         str | None, typer.Option(help="hopper-prefill: that kernel instead of the dispatcher's choice.")
     ] = None,
+    mixed: Annotated[
+        bool,
+        typer.Option("--mixed", help="Twenty random steps of 32 requests on cached prefixes instead."),
+    ] = False,
+    contiguous: Annotated[
+        bool, typer.Option("--contiguous", help="Contiguous tensors, beside torch through cuDNN, instead.")
+    ] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="With --contiguous: a causal mask.")] = False,
     rows: Rows = None,
     as_json: AsJson = False,
 ) -> None:
     """Causal prefill of whole prompts over a paged cache: time, TFLOP/s, ratios."""
-    run("prefill", kv_dtype, 1, window, kernel, rows, as_json)
+    if contiguous:
+        if mixed or window is not None or kv_dtype != "bf16":
+            raise UserError("--contiguous goes with --causal, --kernel and --rows only: there is no cache.")
+        from .bench_contiguous import run_contiguous
+
+        run_contiguous(causal, kernel, rows, as_json)
+        return
+    if causal:
+        raise UserError("--causal goes with --contiguous: prefill over a cache is always causal.")
+    run("mixed" if mixed else "prefill", kv_dtype, 1, window, kernel, rows, as_json)
 
 
 @bench.command()
@@ -126,9 +143,14 @@ def run(
     import torch
 
     from vllm_numa_backend.bench.cases import decode_cases, prefill_cases
+    from vllm_numa_backend.bench.mixed import mixed_cases
 
     dtype = getattr(torch, KV_DTYPES[kv_dtype])
-    cases = decode_cases(dtype, query_len) if phase == "decode" else prefill_cases(dtype)
+    cases = {
+        "decode": lambda: decode_cases(dtype, query_len),
+        "prefill": lambda: prefill_cases(dtype),
+        "mixed": lambda: mixed_cases(dtype),
+    }[phase]()
     if window is not None:
         cases = [replace(case, window=window - 1) for case in cases]
     numbers = wanted_rows(rows, len(cases))
@@ -137,7 +159,7 @@ def run(
     for number in numbers:
         with console.status(f"{phase} {cases[number].name} ({number})"):
             measured[number] = measure_or_say_why_not(cases[number], kernel)
-    disturbed = [] if window else disturbed_rows(phase, kv_dtype, query_len, measured)
+    disturbed = [] if window or phase == "mixed" else disturbed_rows(phase, kv_dtype, query_len, measured)
     if as_json:
         typer.echo(json.dumps(as_records(measured, disturbed), indent=2))
     else:
@@ -234,7 +256,8 @@ def as_table(phase: str, kv_dtype: str, measured: dict[int, Row], disturbed: lis
         "x FA3",
         "TRITON_ATTN us",
         "x TRITON_ATTN",
-        title=f"{phase}, {kv_dtype} cache, head_dim 128: batch, length, q heads/kv heads, page",
+        title=f"{phase}, {kv_dtype} cache, head_dim 128: {'' if phase == 'mixed' else 'batch, length, '}"
+        "q heads/kv heads, page",
         text=("case", "variant"),
     )
     ratios = {"fa3": [], "triton": []}
