@@ -14,12 +14,13 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from numa_attention.merge import fold_sinks, merge_across_ranks
+from numa_attention import across_devices
+from numa_attention.merge import EXCHANGES, fold_sinks, merge_across_ranks
 from numa_attention.ranks import Ranks
 from numa_attention.runner import attend
 from numa_attention.schedule import Schedule
 from numa_attention.sharding import WHOLE, Shard
-from vllm_numa_backend import NAME, settings
+from vllm_numa_backend import NAME, peers, settings
 
 WITHOUT = "give --decode-context-parallel-size 1"
 
@@ -39,9 +40,9 @@ class VllmRanks(Ranks):
 
 
 def exchange() -> str:
-    """How partial results travel between ranks: of NUMA_SWIZZLE_EXCHANGE, or of vLLM's --dcp-comm-backend."""
+    """The collectives that merge what ranks found: of NUMA_SWIZZLE_EXCHANGE, or of vLLM's --dcp-comm-backend."""
     chosen = settings.current().exchange
-    if chosen is not None:
+    if chosen in EXCHANGES:
         return chosen
     config = get_current_vllm_config_or_none()
     return (config and config.parallel_config.dcp_comm_backend) or "ag_rs"
@@ -108,8 +109,9 @@ def attend_over_ranks(
     """Attention of this rank's query heads over whole sequences, of which k_pages, v_pages hold this rank's part.
 
     query [tokens, heads of this rank, head_dim], output likewise (head_dim_v); sinks of these heads. schedule: of a
-    shape with the query heads of all ranks. exchange: of `merge.EXCHANGES`. options: the others of `runner.attend`,
-    alibi_slopes for the heads of all ranks. Rows past the schedule's tokens become 0. Every rank makes the same call.
+    shape with the query heads of all ranks. exchange: of `merge.EXCHANGES`, where no kernel merges (see
+    `peers`). options: the others of `runner.attend`, alibi_slopes for the heads of all ranks. Rows past the schedule's
+    tokens become 0. Every rank makes the same call.
 
     Raises LostRank where another rank does not.
     """
@@ -122,7 +124,17 @@ def attend_over_ranks(
     # rows that no request owns are written by nobody, and weigh nothing
     lse = query.new_full(gathered.shape[:2], -torch.inf, dtype=torch.float32)
     attend(gathered, k_pages, v_pages, part, schedule, lse=lse, **options)
-    merged, lse = merge_across_ranks(part, lse, ranks, exchange)
+    workspace = peers.workspace_for(shape, len(part))
+    if workspace is None:
+        merged, lse = merge_across_ranks(part, lse, ranks, exchange)
+    elif sinks is None and out_scale is None:
+        across_devices.merge(part, lse, workspace, output)
+        return
+    else:
+        merged = torch.empty_like(output, dtype=torch.float32)
+        merged_lse = lse.new_empty(merged.shape[:2])
+        across_devices.merge(part, lse, workspace, merged, merged_lse)
+        lse = merged_lse
     if sinks is not None:
         merged, _ = fold_sinks(merged, lse, sinks)
     if out_scale is not None:

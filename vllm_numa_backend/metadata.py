@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from numa_attention.schedule import Planner, Schedule, StepBatch
 from numa_attention.shapes import CONTIGUOUS, LayerShape
-from vllm_numa_backend import NAME, settings
+from vllm_numa_backend import NAME, peers, settings
 from vllm_numa_backend.compat import backend_names_kv_shape
 from vllm_numa_backend.context_parallel import shard_of
 from vllm_numa_backend.remedy import another_backend
@@ -90,6 +90,8 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
             if general:
                 shape = dataclasses.replace(shape, general=True)
             shape.check()
+            if not shape.shard.is_whole:
+                peers.join(layer.impl.ranks, shape, self.device, max_tokens)
             planners[layer.impl.schedule_key] = Planner(
                 shape,
                 self.device,
@@ -119,7 +121,11 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> NumaSwizzleMetadata:
-        """The step's metadata; reads no device tensor. A common prefix is read through the block table."""
+        """The step's metadata; reads no device tensor. A common prefix is read through the block table.
+
+        Raises LostRank where another rank was missed in an earlier step.
+        """
+        peers.check()
         common = common_attn_metadata
         spans = image_spans(common)
         planners = self.planners

@@ -7,25 +7,23 @@ on the host, so that the launch can be captured in a graph. See docs/merge-acros
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.distributed as dist
 
 from numa_attention import peer_memory
-from numa_attention.across_devices_kernel import (
-    BUFFERS,
-    STATE_EPOCHS,
-    STATE_PATIENCE,
-    merge_across_kernel,
-)
-from numa_attention.clock_device import ticks_per_second
 from numa_attention.jit import Launcher, pointer_traits
 from numa_attention.peer_memory import PeerMemory
 from numa_attention.portable_launch import block_dim
 from numa_attention.ranks import LostRank
 
-PATIENCE = (
-    60.0  # seconds that a rank waits for the others: longer than any of them takes to compile its kernels
-)
+BUFFERS = 2  # generations of partials that are kept apart
+GONE = -1  # the flag of a rank that gave up
+# of a workspace's `state`: whether this rank gave up, ticks that it waits, then the epoch of each workgroup
+STATE_STOPPED, STATE_PATIENCE, STATE_EPOCHS = 0, 1, 2
+# seconds that a rank waits for the others: longer than any of them takes to compile its kernels
+PATIENCE = 60.0
 # all of them fit on a device at a time, so that none waits for one that has no place yet; together they keep a link
 # full of stores
 WORKGROUPS = 64
@@ -34,7 +32,9 @@ NUM_WARPS = 4
 ALIGNMENT = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_launch = Launcher(merge_across_kernel)
+# ticks a second of the clocks in clock_device.py: nanoseconds on NVIDIA; AMD's counter runs at 100 MHz on every CDNA so
+# far; interpreted, a tick is one look at a flag, of which some ten thousand fit into a second
+NVIDIA_RATE, AMD_RATE, INTERPRETED_RATE = 1_000_000_000, 100_000_000, 10_000
 
 
 class Workspace:
@@ -71,9 +71,7 @@ class Workspace:
         self.memory, self.workgroups = memory, workgroups
         self.addresses = torch.tensor(memory.addresses, dtype=torch.int64, device=device)
         self.state = torch.zeros(STATE_EPOCHS + workgroups, dtype=torch.int64, device=device)
-        self.state[STATE_PATIENCE] = round(
-            patience * ticks_per_second(device.type, torch.version.hip is not None)
-        )
+        self.state[STATE_PATIENCE] = round(patience * _ticks_per_second(device))
         # in the host's memory, where `check` reads it without waiting for the device
         self._missing = torch.zeros(self.world, dtype=torch.int64, pin_memory=device.type == "cuda")
         lse_bytes, partial_bytes = _offsets(self.world, max_tokens * self.heads)
@@ -138,6 +136,12 @@ def _offsets(world: int, rows: int) -> tuple[int, int]:
     """Where LSEs and partials begin in a rank's memory."""
     lse_bytes = _aligned(WORKGROUPS * world * 8)
     return lse_bytes, lse_bytes + _aligned(BUFFERS * world * rows * 4)
+
+
+def _ticks_per_second(device: torch.device) -> int:
+    if device.type == "cpu":
+        return INTERPRETED_RATE
+    return AMD_RATE if torch.version.hip is not None else NVIDIA_RATE
 
 
 def _aligned(size: int) -> int:
@@ -244,6 +248,18 @@ def merge(
         *strides,
     )  # fmt: skip
     _launch(key, (workspace.workgroups, 1, 1), arguments, constants, {"num_warps": NUM_WARPS})
+
+
+@cache
+def _launcher() -> Launcher:
+    # where everything is merged by collectives, Triton need not be there
+    from numa_attention.across_devices_kernel import merge_across_kernel
+
+    return Launcher(merge_across_kernel)
+
+
+def _launch(key, grid, arguments, constants, options) -> None:
+    _launcher()(key, grid, arguments, constants, options)
 
 
 def _check(out, lse, workspace: Workspace, merged, merged_lse) -> None:

@@ -19,15 +19,11 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from numa_attention.across_devices import GONE, STATE_EPOCHS, STATE_PATIENCE, STATE_STOPPED
 from numa_attention.clock_device import ticks
 from numa_attention.jit import kernel
 from numa_attention.scores import LN_2, LOG2_E, normalise, safe_max
 from numa_attention.waves import global_barrier
-
-BUFFERS = 2  # generations of partials that are kept apart
-GONE = -1  # the flag of a rank that gave up
-# of `state`, int64 [STATE_EPOCHS + workgroups]: whether this rank gave up, ticks that it waits, then the epochs
-STATE_STOPPED, STATE_PATIENCE, STATE_EPOCHS = 0, 1, 2
 
 _GONE = tl.constexpr(GONE)
 _STOPPED = tl.constexpr(STATE_STOPPED)

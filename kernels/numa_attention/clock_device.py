@@ -16,16 +16,6 @@ AMD_CLOCKS = (
     ("gfx11", "s_sendmsg_rtn_b64 $0, sendmsg(MSG_RTN_GET_REALTIME)\ns_waitcnt lgkmcnt(0)"),
     ("gfx12", "s_sendmsg_rtn_b64 $0, sendmsg(MSG_RTN_GET_REALTIME)\ns_wait_kmcnt 0x0"),
 )
-# ticks a second: nanoseconds on NVIDIA; AMD's counter runs at 100 MHz on every CDNA so far; interpreted, a tick is one
-# look at a flag, of which some ten thousand fit into a second
-NVIDIA_RATE, AMD_RATE, INTERPRETED_RATE = 1_000_000_000, 100_000_000, 10_000
-
-
-def ticks_per_second(device_type: str, hip: bool) -> int:
-    """How fast `ticks` counts on a device of this type ("cpu": under the interpreter)."""
-    if device_type == "cpu":
-        return INTERPRETED_RATE
-    return AMD_RATE if hip else NVIDIA_RATE
 
 
 @constexpr_function

@@ -8,8 +8,7 @@ import pytest
 import torch
 from merging_ranks import random_step
 
-from numa_attention.across_devices import Workspace, bytes_needed, merge, try_out
-from numa_attention.across_devices_kernel import BUFFERS
+from numa_attention.across_devices import BUFFERS, Workspace, bytes_needed, merge, try_out
 from numa_attention.ranks import LostRank
 from numa_attention.testing.interleaving import Interleaving, recording
 from numa_attention.testing.ranks import pretend_memories, pretend_workspaces

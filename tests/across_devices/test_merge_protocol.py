@@ -2,7 +2,7 @@
 
 import pytest
 
-from numa_attention.across_devices_kernel import BUFFERS
+from numa_attention.across_devices import BUFFERS
 from numa_attention.testing.merge_protocol import Protocol, Stuck, WrongResult, explore
 
 

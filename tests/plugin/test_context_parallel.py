@@ -44,13 +44,18 @@ def results(tmp_path_factory):
     "name",
     [
         "interleave 1", "interleave 16", "a2a", "soft cap", "sinks", "alibi", "float8 cache", "speculation",
-        "images and causality by request",
+        "images and causality by request", "peers", "peers out of reach",
     ],
 )  # fmt: skip
 def test_ranks_give_attention_over_whole_sequences(results, name):
     for rank, found in enumerate(results):
         assert len(found[name]) >= 4
         assert max(found[name]) < 1e-5, (rank, found[name])
+
+
+def test_a_rank_that_was_missed_ends_the_next_step(results):
+    for rank, found in enumerate(results):
+        assert f"rank {1 - rank} did not deliver launch 7 within 60 s" in found["lost rank"]
 
 
 def test_output_in_float8_and_rows_of_padding(results):

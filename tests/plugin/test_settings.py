@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from numa_attention import aiter_adapter, jit, mapping, merge, variants
-from vllm_numa_backend import settings
+from vllm_numa_backend import peers, settings
 
 
 def test_defaults():
@@ -38,7 +38,7 @@ def test_table_agrees_with_the_kernel_library():
     assert mappings == ("auto", *mapping.MAPPINGS)
     assert aiter == aiter_adapter.CHOICES
     assert placements == variants.PLACEMENTS
-    assert exchanges == ("auto", *merge.EXCHANGES)
+    assert exchanges == ("auto", *merge.EXCHANGES, peers.EXCHANGE)
 
 
 @pytest.mark.parametrize(

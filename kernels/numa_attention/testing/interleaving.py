@@ -20,6 +20,7 @@ import triton
 from triton.runtime import interpreter as upstream
 
 from numa_attention import across_devices
+from numa_attention.across_devices_kernel import merge_across_kernel
 from numa_attention.peer_memory import PeerMemory
 from numa_attention.testing import interpreter
 
@@ -167,7 +168,7 @@ class Interleaving:
         return all(other.finished >= number for other in self._agents if other.rank == rank)
 
     def _execute(self, launch: Launch) -> None:
-        kernel = across_devices.merge_across_kernel
+        kernel = merge_across_kernel
         interpreter._Grid(kernel.rewrite(), kernel.arg_names, (1, 1, 1), [])(
             *launch.arguments, **launch.constants
         )

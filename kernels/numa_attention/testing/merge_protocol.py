@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from numa_attention.across_devices_kernel import BUFFERS, GONE
+from numa_attention.across_devices import BUFFERS, GONE
 
 
 class WrongResult(AssertionError):
