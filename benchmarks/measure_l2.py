@@ -2,6 +2,7 @@
 
     python benchmarks/measure_l2.py --out measured.json      the twelve launches that the machine model predicts
     python benchmarks/measure_l2.py --out calibration.json --calibration      the four it was calibrated on
+    python benchmarks/measure_l2.py --out drift.json --drift      one that drifts apart, and what keeps it together
     python benchmarks/measure_l2.py --out measured.json --only block-first-h16-32k
     numa-swizzle simulate compare measured.json              predictions beside the measurement
 
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from numa_attention.machine import counters
 from numa_attention.machine.grid import Grid
-from numa_attention.machine.h200_points import CALIBRATION, POINTS, PREDICTED
+from numa_attention.machine.h200_points import CALIBRATION, POINTS, PREDICTED, TOGETHER
 from numa_attention.terminal import output_errors_in_one_sentence
 
 KERNEL = "plain_attention_fwd_kernel"
@@ -96,6 +97,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--calibration", action="store_true", help="the four calibration launches instead")
+    parser.add_argument(
+        "--drift", action="store_true", help="the launch that drifts, and what keeps it together"
+    )
     parser.add_argument("--only", metavar="NAME", action="append", help="one launch; may be repeated")
     parser.add_argument(
         "--out", metavar="FILE", type=Path, default=Path("measured.json"), help="default: measured.json"
@@ -103,7 +107,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument("--launch", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    names = arguments.only or [point.name for point in (CALIBRATION if arguments.calibration else PREDICTED)]
+    chosen = CALIBRATION if arguments.calibration else TOGETHER if arguments.drift else PREDICTED
+    names = arguments.only or [point.name for point in chosen]
     unknown = [name for name in [*names, *filter(None, [arguments.launch])] if name not in POINTS]
     if unknown:
         sys.exit(f"unknown launch {', '.join(unknown)}: --list prints the names.")

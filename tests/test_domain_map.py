@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_written(device, monkeypatch, tmp_path, caplog):
 
 
 def test_table_of_a_kernel(device):
-    domain_map.table.cache_clear()
+    domain_map._table.cache_clear()
     table = domain_map.table(torch.device("cpu"))
     assert table.dtype == torch.int32 and table.tolist() == [0, 1, 0, 1, 0] + [0] * (domain_map.SM_IDS - 5)
-    domain_map.table.cache_clear()
+    domain_map._table.cache_clear()

@@ -21,7 +21,7 @@ SM_IDS = 512  # more than any device has; ids need not be consecutive
 FORMAT = 1  # of the file: another one is measured anew
 MOST_ROUNDS = 20  # of the clustering, which takes two or three
 # two classes explain 0.64 of the variance of normal numbers and 0.75 of uniform ones: less than this is not two kinds
-LEAST_TWO_KINDS = 0.8
+LEAST_TWO_KINDS = 0.78
 LEAST_CERTAINTY = 0.3
 
 
@@ -208,12 +208,18 @@ def write(found: DomainMap) -> None:
         log.warning("%s cannot be written (%s): every process will measure the domains", path, error)
 
 
-@cache
 def table(device: torch.device) -> torch.Tensor:
-    """The domain of each SM id, int32 on the device, as kernels read it: 0 where no SM has the id.
+    """The domain of each SM id, int32 on the device, as kernels read it: 0 where no SM has the id. Do not write to it.
 
     Raises NoDomainMap.
     """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _table(device)
+
+
+@cache
+def _table(device: torch.device) -> torch.Tensor:
     places = of_device(device).domain_of_sm
     filled = [max(place, 0) for place in places] + [0] * (SM_IDS - len(places))
     return torch.tensor(filled, dtype=torch.int32, device=device)

@@ -6,8 +6,9 @@ import time
 import pytest
 
 from numa_attention.machine import ModelError
+from numa_attention.machine.closed_form import estimate
 from numa_attention.machine.grid import MAPPINGS, Grid
-from numa_attention.machine.h200_points import CALIBRATION
+from numa_attention.machine.h200_points import CALIBRATION, DRIFTING
 from numa_attention.machine.machines import H200, MACHINES, MI300X
 from numa_attention.mapping import MAPPINGS as MAPPINGS_OF_THE_KERNELS
 
@@ -115,12 +116,56 @@ def test_every_machine_runs_and_says_where_its_figures_come_from(name):
     assert machine.layout_source
 
 
+@pytest.mark.parametrize("in_waves", [False, True])
+def test_every_tile_is_asked_for_in_waves_and_from_both_ends(in_waves):
+    for machine, mapping in ((H200, "head-first"), (MI300X, "swizzled-head-first")):
+        for length in (100, 1000, 4096):
+            grid = Grid(
+                mapping,
+                2,
+                6,
+                3,
+                length,
+                64,
+                domains=machine.dispatch_domains,
+                in_waves=in_waves,
+                alternate=True,
+            )
+            result = simulate(grid, machine)
+            fits = grid.batch * grid.kv_heads * grid.tiles * grid.tile_bytes
+            assert result.hbm_bytes >= fits + grid.workgroups * grid.block_bytes
+            asked = result.requested_bytes - 2 * grid.workgroups * grid.block_bytes
+            assert asked == grid.visits * grid.tile_bytes and 0 < result.hit_rate < 1
+
+
+def test_waves_keep_a_head_together():
+    """One head longer than the L2: units that drift apart read it again and again, those in waves once a wave."""
+    grid = dataclasses.replace(DRIFTING.grid, q_heads=12, kv_heads=12)
+    drifting = dataclasses.replace(H200, cache=dataclasses.replace(H200.cache, unit_spread=5e-3))
+    free, together, turned = (
+        simulate(dataclasses.replace(grid, in_waves=in_waves, alternate=alternate), drifting)
+        for in_waves, alternate in ((False, False), (True, False), (True, True))
+    )
+    streams = -(-grid.workgroups // H200.units) * grid.tiles * grid.tile_bytes
+    own = grid.workgroups * grid.block_bytes
+    assert free.hbm_bytes > 5 * streams
+    assert together.hbm_bytes < 1.35 * streams + own
+    # a wave that turns round finds the end of the one before in the cache
+    assert turned.hbm_bytes < 0.9 * together.hbm_bytes
+    assert together.seconds < 1.03 * free.seconds
+
+
 def test_speed():
     grid = Grid("head-first", 1, 128, 128, 32768, 128)
     simulate(Grid("head-first", 1, 8, 8, 2048, 128), H200)
     started = time.process_time()
     result = simulate(grid, H200)
     assert result.tile_visits / (time.process_time() - started) > 15e6  # on one of two cores
+
+
+def test_the_closed_form_knows_no_waves():
+    with pytest.raises(ModelError, match="neither waves"):
+        estimate(dataclasses.replace(DRIFTING.grid, in_waves=True), H200)
 
 
 def test_too_many_streams_are_refused():

@@ -1,6 +1,7 @@
 """The kernel that benchmarks/measure_l2.py puts under ncu computes attention under every mapping."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -19,11 +20,13 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import measure_l2  # noqa: E402
+import plain_attention  # noqa: E402
 from plain_attention import attention  # noqa: E402
 
 from numa_attention.jit import interpreting  # noqa: E402
 from numa_attention.machine import counters  # noqa: E402
 from numa_attention.machine.grid import MAPPINGS, Grid  # noqa: E402
+from numa_attention.machine.h200_points import TOGETHER  # noqa: E402
 
 DEVICE = "cpu" if interpreting() else "cuda"
 
@@ -31,12 +34,33 @@ DEVICE = "cpu" if interpreting() else "cuda"
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_against_torch(mapping, causal):
-    grid = Grid(mapping, 2, 4, 2, 64, 16, 32, 16, causal, domains=2, longest_first=causal)
+    check(Grid(mapping, 2, 4, 2, 64, 16, 32, 16, causal, domains=2, longest_first=causal))
+
+
+@pytest.mark.parametrize(
+    ("in_waves", "alternate", "causal"),
+    [(True, False, False), (True, False, True), (False, True, False), (True, True, False)],
+)
+def test_waves_and_directions_do_not_change_the_result(in_waves, alternate, causal):
+    grid = Grid("head-first", 2, 4, 2, 64, 16, 32, 16, causal, longest_first=causal)
+    check(dataclasses.replace(grid, in_waves=in_waves, alternate=alternate))
+
+
+def test_a_wave_that_is_never_done_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(plain_attention, "MOST_LOOKS", 8)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: zeros(*size, **options) - 1000)
+    check(Grid("head-first", 2, 4, 2, 64, 16, 32, 16, in_waves=True))
+
+
+def check(grid: Grid) -> None:
+    """Compare with torch; three workgroups are a wave."""
+    causal = grid.causal
     torch.manual_seed(0)
     q = torch.randn(2, 4, 64, 16, device=DEVICE)
     k, v = torch.randn(2, 2, 2, 64, 16, device=DEVICE)
     out = torch.full_like(q, float("nan"))
-    attention(q, k, v, out, grid)
+    attention(q, k, v, out, grid, units=3)
     scores = q @ k.repeat_interleave(2, 1).mT / math.sqrt(16)
     if causal:
         scores.masked_fill_(torch.ones(64, 64, device=DEVICE, dtype=torch.bool).triu(1), float("-inf"))
@@ -51,6 +75,10 @@ def test_shapes_it_does_not_take():
         attention(empty, empty, empty, empty, Grid("head-first", 1, 1, 1, 1000, 128))
     with pytest.raises(ValueError, match="power of two"):
         attention(empty, empty, empty, empty, Grid("head-first", 1, 1, 1, 1024, 56))
+    with pytest.raises(ValueError, match="without a causal mask"):
+        attention(
+            empty, empty, empty, empty, Grid("head-first", 1, 1, 1, 1024, 64, causal=True, alternate=True)
+        )
 
 
 def test_counters_are_read_with_their_units():
@@ -74,6 +102,7 @@ def test_the_script_knows_the_predicted_launches():
     )
     predicted = json.loads((BENCHMARKS.parent / "docs" / "machine-model-predictions.json").read_text())
     names = {row["name"] for row in (*predicted["predictions"], *predicted["calibration"])}
+    names |= {point.name for point in TOGETHER}
     assert set(listed.stdout.split()) == names
 
 

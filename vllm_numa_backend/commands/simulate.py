@@ -57,6 +57,12 @@ def l2(
     domains: Annotated[
         int | None, typer.Option(help="Domains to swizzle over; default: those the hardware deals to.")
     ] = None,
+    in_waves: Annotated[
+        bool, typer.Option("--in-waves", help="Workgroups start together, when all before them are done.")
+    ] = False,
+    alternate: Annotated[
+        bool, typer.Option("--alternate", help="Every other wave walks its K/V from the end.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the random delays.")] = 1,
     closed_form: ClosedForm = False,
     as_json: AsJson = False,
@@ -81,6 +87,8 @@ def l2(
             causal,
             device.dispatch_domains if domains is None else domains,
             longest_first=causal,
+            in_waves=in_waves,
+            alternate=alternate,
         )
         if closed_form:
             result: Any = estimate(grid, device)

@@ -6,7 +6,8 @@ looks in its domain's cache; on a partitioned L2 next in the partition that is t
 memory, one server with a bandwidth and a latency. A fill under way is joined. The older of two random chunks is
 replaced. Three things
 pull workgroups of one stream apart: a random start delay per workgroup, jitter per tile, and a lasting spread of
-the units' speeds. Q is read and O written once per workgroup, and neither is kept.
+the units' speeds. Where workgroups start in waves, a unit waits until all workgroups of the waves before are done.
+Q is read and O written once per workgroup, and neither is kept.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ def _run(
     depth,
     start_delay,
     jitter,
+    in_waves,
+    alternate,
     seed,
 ):
     """Runs the launch. Times in units of one tile's time. Returns (end time, asked, hits, filled) in K/V tiles.
@@ -134,6 +137,11 @@ def _run(
     now_bucket = 0
     end = 0.0
     root12 = sqrt(12.0)
+    # of each queue: the workgroups of one wave, those that are done, and the units that wait for the next one
+    wave = max(units // queue_next.size, 1)
+    done = np.zeros(queue_next.size, np.int64)
+    waiting = np.full(units, -1, np.int32)
+    first_waiting = np.full(queue_next.size, -1, np.int32)
 
     while running > 0:
         unit = head[now_bucket % buckets]
@@ -149,9 +157,25 @@ def _run(
             # the workgroup is done: the next one of the queue, after a random delay and the load of its Q
             end = max(end, now)
             queue = unit_queue[unit]
+            if in_waves and work >= 0:
+                done[queue] += 1
+                if done[queue] % wave == 0:
+                    released = first_waiting[queue]
+                    while released >= 0:
+                        time[released] = now
+                        place = now_bucket % buckets
+                        following[released] = head[place]
+                        head[place] = released
+                        released = waiting[released]
+                    first_waiting[queue] = -1
+                wg[unit] = -1
             work = queue_next[queue]
             if work >= workgroups:
                 running -= 1
+                continue
+            if in_waves and done[queue] < work // queue_step // wave * wave:
+                waiting[unit] = first_waiting[queue]
+                first_waiting[queue] = unit
                 continue
             queue_next[queue] = work + queue_step
             wg[unit] = work
@@ -161,8 +185,11 @@ def _run(
         else:
             chunk = step[unit]
             step[unit] = chunk + 1
-            count = min(coarse, wg_tiles[work] - chunk * coarse)
-            key = wg_acc[work] * chunks + chunk
+            position = chunk
+            if alternate and work // queue_step // wave % 2 == 1:
+                position = (wg_tiles[work] + coarse - 1) // coarse - 1 - chunk
+            count = min(coarse, wg_tiles[work] - position * coarse)
+            key = wg_acc[work] * chunks + position
             asked[domain] += count
             l2_free[domain] = max(l2_free[domain], now) + l2_time * count
             # the queues hold chunks, but a unit waits tile by tile
@@ -275,6 +302,8 @@ def simulate(grid: Grid, machine: Machine, *, seed: int = 1, coarse: int = COARS
         model.depth,
         model.delay_tiles(grid),
         model.tile_jitter,
+        grid.in_waves,
+        grid.alternate,
         seed,
     )
     return _summary(grid, end * tile_seconds, streams_per_domain(grid, machine), asked, hits, filled)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import ceil, erf, exp, sqrt
 
 from .. import mapping as maps
+from . import ModelError
 from .grid import Grid
 from .machines import Machine
 
@@ -216,8 +217,12 @@ def streams_per_domain(grid: Grid, machine: Machine) -> float:
 
 
 def estimate(grid: Grid, machine: Machine) -> Estimate:
-    """Hit rate, bytes and time of a launch. Raises ModelError on an impossible shape."""
+    """Hit rate, bytes and time of a launch. Raises ModelError on an impossible shape, and for waves."""
     grid.check()
+    if grid.in_waves or grid.alternate:
+        raise ModelError(
+            "the closed form knows neither waves nor alternating directions: simulate the launch."
+        )
     found = windows(grid, machine)
     rows = [kv_hit_rate(window, grid, machine) for window in found]
     kv_rate, share, streams = (sum(column) / len(rows) for column in zip(*rows, strict=True))

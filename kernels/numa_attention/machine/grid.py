@@ -18,6 +18,8 @@ class Grid:
     mapping: one of MAPPINGS. block_m: query rows a workgroup. block_n: tokens of a K/V tile.
     query_length: query rows of a head, 0 for as many as tokens; a tile that packs a GQA group has more.
     domains: NUMA domains that the mapping swizzles over. longest_first: the last query blocks start first.
+    in_waves: as many workgroups as there are units start together, when all before them are done. alternate: every
+    other wave walks its K/V tiles from the last to the first.
     """
 
     mapping: str
@@ -33,6 +35,8 @@ class Grid:
     longest_first: bool = False
     element_bytes: int = 2
     query_length: int = 0
+    in_waves: bool = False
+    alternate: bool = False
 
     @property
     def group(self) -> int:

@@ -1,8 +1,8 @@
-"""Launches on one H200: the four that the cache model was calibrated on, and twelve that it predicts."""
+"""Launches on one H200: those that the cache model was calibrated on, those that it predicts, and one that drifts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 from .grid import MAPPINGS, Grid
@@ -41,7 +41,15 @@ PREDICTED = (
     Point("block-first-h48-32k-causal", Grid(BLOCK, 1, 48, 48, 32768, 128, causal=True, longest_first=True)),
     Point("head-first-h128-32k-causal", Grid(HEAD, 1, 128, 128, 32768, 128, causal=True, longest_first=True)),
 )
-POINTS = {point.name: point for point in (*CALIBRATION, *PREDICTED)}
+DRIFTING = CALIBRATION[3]
+# what keeps the workgroups of a head together
+TOGETHER = (
+    DRIFTING,
+    Point("head-first-h128-128k-alternate", replace(DRIFTING.grid, alternate=True)),
+    Point("head-first-h128-128k-in-waves", replace(DRIFTING.grid, in_waves=True)),
+    Point("head-first-h128-128k-in-waves-alternate", replace(DRIFTING.grid, in_waves=True, alternate=True)),
+)
+POINTS = {point.name: point for point in (*CALIBRATION, *PREDICTED, *TOGETHER)}
 
 # pass marks, as fractions
 RMS, WORST, AT_THE_ENDS, BYTES, CLOSED_FORM_RMS = 0.06, 0.12, 0.03, 0.12, 0.07
