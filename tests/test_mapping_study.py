@@ -18,6 +18,7 @@ from numa_attention.topology import detect, pretend
 from vllm_numa_backend import cli
 from vllm_numa_backend.bench import mapping_study
 from vllm_numa_backend.bench.mapping_points import LAYERS, call_of, chosen, is_counted, points, predict
+from vllm_numa_backend.commands.bench_mapping import verdicts
 
 CPU = torch.device("cpu")
 
@@ -189,6 +190,22 @@ def run(monkeypatch, capsys):
     return call
 
 
+def test_verdicts():
+    def row(layer, way, seconds):
+        return mapping_study.Measured("", layer, way, "dispatch", seconds=seconds)
+
+    ties = [row("a", "block-first", 1.0), row("a", "head-first", 1.009)]
+    assert verdicts(ties) == ["a: the mapping does not matter, all are within 1%."]
+    found = verdicts(
+        [*ties, row("b", "block-first", 1.5), row("b", "head-first", 1.0), row("b", "other", 1.005)]
+    )
+    assert found[1] == (
+        "b: fastest, within 1%: head-first by dispatch, other by dispatch; block-first by dispatch takes 1.50 times "
+        "as long."
+    )
+    assert verdicts([row("c", "block-first", None), row("c", "head-first", 1.0)]) == []
+
+
 def test_the_command(run, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, out, _ = run("--list")
@@ -220,5 +237,6 @@ def test_the_command(run, monkeypatch, tmp_path):
     assert "50.00% hits, 3.0 GB from HBM" in out and "not measured" in out
     saved = json.loads(file.read_text())["points"]
     assert len(saved) == 4 and saved[-1]["seconds"] is None and saved[0]["hit_rate"] == 0.5
+    assert "fastest" not in out and "does not matter" not in out  # of a layer that was not timed whole
     code, _, said = run("--only", "nothing")
     assert code == 2 and "no point's name" in said

@@ -64,6 +64,17 @@ def test_decode():
             explain(q_heads, 8, batch, context)
 
 
+def test_placement_by_hardware_is_explained():
+    layer = (H200, 128, 128, 128, 1, 32768)
+    dealt, placed = (dispatch.explain_prefill(*layer, block_m=128, placed=placed) for placed in (False, True))
+    assert (dealt.mapping, dealt.domains) == (placed.mapping, 1) and placed.domains == 2
+    streams = [next(row for row in each.rows if row.mapping == each.mapping) for each in (dealt, placed)]
+    assert streams[1].streams_per_domain < streams[0].streams_per_domain
+    assert "99.1%" in streams[0].measured and streams[1].measured == "not measured"
+    assert any("not dealt" in reason for reason in dealt.reasons)
+    assert not any("not dealt" in reason for reason in placed.reasons)
+
+
 def test_workgroups_cover_the_latency():
     assert dispatch.workgroups_per_unit(None, 1) == 2
     assert dispatch.workgroups_per_unit(H200, 64 << 10) == 2

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm_numa_backend.bench.mapping_study import Measured
 
 ABSENT = "-"
+TIE = 0.01  # relative time within which two ways are as fast, as the dispatcher has it
 
 
 def mapping(
@@ -69,6 +70,8 @@ def mapping(
     )
     write(found, out)
     show(console, found)
+    for verdict in verdicts(found):
+        console.print(escape(verdict), soft_wrap=True)
     console.print(f"The points are in {escape(str(out))}.", soft_wrap=True)
 
 
@@ -128,6 +131,30 @@ def show(console: Console, found: list[Measured]) -> None:
             escape(row.note),
         )
     print_table(console, shown)
+
+
+def verdicts(found: list[Measured]) -> list[str]:
+    """For each layer that was timed whole: the fastest ways, and what the slowest costs; or that it does not matter."""
+    lines = []
+    for layer in dict.fromkeys(row.layer for row in found):
+        rows = [row for row in found if row.layer == layer]
+        if any(row.seconds is None for row in rows):
+            continue
+        fastest, slowest = min(row.seconds for row in rows), max(row.seconds for row in rows)
+        if slowest <= fastest * (1 + TIE):
+            lines.append(f"{layer}: the mapping does not matter, all are within {TIE:.0%}.")
+            continue
+        best = [way(row) for row in rows if row.seconds <= fastest * (1 + TIE)]
+        worst = next(row for row in rows if row.seconds == slowest)
+        lines.append(
+            f"{layer}: fastest, within {TIE:.0%}: {', '.join(best)}; {way(worst)} takes {slowest / fastest:.2f} times "
+            "as long."
+        )
+    return lines
+
+
+def way(row: Measured) -> str:
+    return f"{row.mapping} by {row.placement}"
 
 
 def number(value: float | None, factor: float, form: str) -> str:

@@ -72,6 +72,7 @@ def variant(
                 tokens,
                 block_m=kernel.block_m,
                 asked=chosen.mapping,
+                placed=kernel.queues > 0,
             )
         else:
             choice = dispatch.explain_decode(

@@ -6,7 +6,7 @@ figures, and wins over the closed form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -22,6 +22,7 @@ CONTEXTS = (4096, 32768, 131072)
 TIE = 0.01  # relative time within which the placed mapping stays
 DEFAULT_MAPPING = "swizzled-head-first"  # also where nothing is known; over one domain it is head-first
 DECODE_MAPPING = "swizzled-head-first"  # a decode list is head-first by construction
+NOT_MEASURED = "not measured"
 MIN_TILES = 2  # a split of fewer KV tiles costs more to merge than it saves
 # a workgroup asks for nothing while it merges, or waits for its last products: a second one fills the gap
 LEAST_WORKGROUPS_PER_UNIT, MOST_WORKGROUPS_PER_UNIT = 2, 4
@@ -116,7 +117,7 @@ def nearest(machine: Machine, mapping: str, grid: Grid, q_heads: int) -> str:
         == (machine.name, effective(mapping, grid.domains), grid.domains)
     ]
     if not points:
-        return "not measured"
+        return NOT_MEASURED
     row = min(
         points,
         key=lambda each: (
@@ -206,13 +207,22 @@ def explain_prefill(
     *,
     block_m: int,
     asked: str | None = None,
+    placed: bool = False,
 ) -> Choice:
     """What a prefill step of `batch` prompts of `context` tokens gets, with rows of `block_m`, and why.
 
-    asked: the mapping that a setting asks for, None where the dispatcher chooses.
+    asked: the mapping that a setting asks for, None where the dispatcher chooses. placed: whether workgroups read where
+    they run, so that each domain gets those meant for it however they are dealt.
     """
-    rows = compare_mappings(machine, q_heads, kv_heads, head_dim, batch, context)
     by_itself = prefill_mapping(machine, q_heads, kv_heads, head_dim)
+    if placed:
+        machine = replace(machine, dispatch_domains=machine.domains)
+    rows = compare_mappings(machine, q_heads, kv_heads, head_dim, batch, context)
+    if placed:
+        # what was measured over as many domains was dealt, not placed
+        rows = tuple(
+            replace(row, measured=NOT_MEASURED) if row.mapping.startswith("swizzled") else row for row in rows
+        )
     mapping = asked or by_itself
     own = next(row for row in rows if row.mapping == mapping)
     worst = max(rows, key=lambda row: row.relative_time)
