@@ -2,98 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from plugin.harness import write_model
+from plugin.engine_runs import BY_OPTION, BY_VARIABLE, MANY, ONE, UNBOUND, make_generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-# of odd lengths, longer than a page and than a step's 64 tokens; the last two differ in their first token only
-PROMPTS = [[3 + (7 * i) % 120 for i in range(n)] for n in (1, 17, 63, 100, 40)]
-PROMPTS.append([99, *PROMPTS[-1][1:]])
-
-SCRIPT = """
-import json, sys
-
-def main():
-    from vllm import LLM, SamplingParams
-    options = json.loads(sys.argv[1])
-    prompts = json.loads(sys.argv[2])
-    llm = LLM(
-        skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=256, max_num_seqs=4,
-        max_num_batched_tokens=64, enforce_eager=True, **options,
-    )
-    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
-    print("TOKENS", json.dumps([output.outputs[0].token_ids for output in outputs]))
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def write_weights(model: Path) -> None:
-    """Weights so large that a token depends on the whole sequence before it, the same for any number of ranks."""
-    config = json.loads((model / "config.json").read_text())
-    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q_size, kv_size = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    layer_shapes = {
-        "self_attn.q_proj": (q_size, hidden),
-        "self_attn.k_proj": (kv_size, hidden),
-        "self_attn.v_proj": (kv_size, hidden),
-        "self_attn.o_proj": (hidden, q_size),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    shapes = {"model.embed_tokens": (config["vocab_size"], hidden), "model.norm": (hidden,)}
-    for i in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes.items()}
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        f"{name}.weight": torch.ones(shape)
-        if len(shape) == 1
-        else torch.randn(shape, generator=generator) * 2 * shape[1] ** -0.5
-        for name, shape in shapes.items()
-    }
-    save_file(weights, model / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
 def generate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("engine")
-    model = write_model(folder / "tiny", tie_word_embeddings=True)
-    write_weights(model)
-    script = folder / "generate.py"
-    script.write_text(SCRIPT)
-
-    def generate(environment: dict[str, str], fails: bool = False, **options) -> tuple[list | None, str]:
-        """Tokens and the whole log of a run in a fresh process."""
-        clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "NUMA_SWIZZLE_KERNELS")}
-        arguments = [json.dumps({"model": str(model)} | options), json.dumps(PROMPTS)]
-        done = subprocess.run(
-            [sys.executable, script, *arguments],
-            env=clean | {"VLLM_CPU_CI_ENV": "1"} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert (done.returncode != 0) == fails, done.stdout
-        lines = [line for line in done.stdout.splitlines() if "TOKENS" in line]
-        tokens = json.loads(lines[-1].partition("TOKENS")[2]) if lines else None
-        return tokens, done.stdout
-
-    return generate
+    return make_generate(tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +24,6 @@ def expected(generate):
     return tokens
 
 
-ONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-MANY = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-BY_VARIABLE = {"VLLM_ATTENTION_BACKEND": "NUMA_SWIZZLE"}
-BY_OPTION = {"attention_backend": "NUMA_SWIZZLE"}
-
-
 @pytest.mark.parametrize(
     ("environment", "options"),
     [
@@ -119,8 +31,7 @@ BY_OPTION = {"attention_backend": "NUMA_SWIZZLE"}
         (ONE, BY_OPTION),
         (MANY | BY_VARIABLE, {"fail_on_environ_validation": True}),
         (MANY, BY_OPTION),
-        # workers share the cores: binding each to a NUMA node of its own needs as many nodes
-        (MANY | BY_VARIABLE | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, {"tensor_parallel_size": 2}),
+        (UNBOUND | BY_VARIABLE, {"tensor_parallel_size": 2}),
     ],
     ids=["one-process-variable", "one-process-option", "many-variable", "many-option", "tensor-parallel-2"],
 )
