@@ -96,6 +96,18 @@ def test_common_layers(generation, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("generation", ["gfx942", "sm_90"])
+def test_parts_of_a_sharded_sequence(generation, tmp_path):
+    """16-bit queries with a float32 output, which the compiler breaks if nothing holds it back."""
+    code, reports = compile_offline(
+        tmp_path, "--device", generation, "--step", "decode", "--only", "p64 8-ranks"
+    )
+    assert code == 0, [report["faults"] for report in reports]
+    (report,) = reports
+    assert report["kernel"] == "decode_kernel" and not report["notes"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("generation", "tile", "fault"),
     [

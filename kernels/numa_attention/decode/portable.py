@@ -45,11 +45,19 @@ def finish(
     HAS_LSE: tl.constexpr,
     HAS_OUT_SCALE: tl.constexpr,
     OUT_LARGEST: tl.constexpr,
+    WIDENS: tl.constexpr,
 ):
-    """Write the output and LSE of one unit from its whole softmax state."""
+    """Write the output and LSE of one unit from its whole softmax state.
+
+    WIDENS: whether the output is float32 and the query is not, as where it is merged across ranks.
+    """
     if HAS_SINK:
         b_m, b_l, b_acc = add_sink(b_m, b_l, b_acc, b_sink)
     b_out = quantise(normalise(b_acc, b_l) * v_scale, out_scale, HAS_OUT_SCALE, OUT_LARGEST)
+    if WIDENS:
+        # Triton up to 3.9 breaks its own program where it moves this store's layout conversion into the branches that
+        # b_acc comes from; it moves none past a reduction, which here is of single elements
+        b_out = tl.sum(b_out[:, :, None], 2)
     tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_out)
     if HAS_LSE:
         tl.store(p_lse, natural_lse(b_m, b_l), mask=m_row)
@@ -407,6 +415,7 @@ def decode_kernel(
             finish(
                 b_m, b_l, b_acc, b_sink, v_factor, out_scale, p_out, p_lse, m_row, m_out,
                 HAS_SINK, HAS_LSE, HAS_OUT_SCALE, OUT_LARGEST,
+                out.dtype.element_ty == tl.float32 and q.dtype.element_ty != tl.float32,
             )  # fmt: skip
 
 

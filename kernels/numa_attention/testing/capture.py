@@ -207,7 +207,7 @@ def attend_once(call: Call, schedule: Schedule) -> None:
     runner.attend(
         _empty(TOKENS, heads, shape.head_dim, dtype=shape.kv_dtype if call.float8_query else shape.dtype),
         *_pages(call),
-        _empty(TOKENS, heads, shape.head_dim_v, dtype=shape.kv_dtype if call.float8_output else shape.dtype),
+        _empty(TOKENS, heads, shape.head_dim_v, dtype=_output_dtype(call)),
         schedule,
         scale=shape.head_dim**-0.5,
         soft_cap=30.0 if call.soft_cap else 0.0,
@@ -218,6 +218,12 @@ def attend_once(call: Call, schedule: Schedule) -> None:
         lse=_empty(heads, TOKENS, dtype=torch.float32).T if call.lse else None,
         **_scales(shape, *scales),
     )
+
+
+def _output_dtype(call: Call) -> torch.dtype:
+    if not call.shape.shard.is_whole:
+        return torch.float32  # a part that is merged across ranks
+    return call.shape.kv_dtype if call.float8_output else call.shape.dtype
 
 
 def _write(call: Call) -> None:

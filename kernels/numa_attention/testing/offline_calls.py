@@ -7,6 +7,7 @@ from itertools import product
 import torch
 
 from numa_attention.shapes import CONTIGUOUS, LayerShape
+from numa_attention.sharding import WHOLE, Shard
 from numa_attention.testing.capture import Call
 from numa_attention.topology import pretend
 from numa_attention.variants import PLACED_BY_HARDWARE, PLACED_BY_SM, choose_decode, choose_prefill
@@ -32,13 +33,16 @@ def make_call(
     dtype: torch.dtype = torch.bfloat16,
     float8: str | None = None,
     window: int = -1,
+    shard: Shard = WHOLE,
     **options,
 ) -> Call:
     """A call of one layer. float8: E4M3 or E5M2 for a cache of the float8 type that the generation computes with."""
     kv_dtype = dtype if float8 is None else FLOAT8[float8, generation == "gfx942"]
     kv_heads = KV_HEADS.get(group, 4)
     general = not options.keys().isdisjoint(GENERAL_OPTIONS)
-    shape = LayerShape(group * kv_heads, kv_heads, *head_dims, dtype, kv_dtype, page_size, window, general)
+    shape = LayerShape(
+        group * kv_heads, kv_heads, *head_dims, dtype, kv_dtype, page_size, window, general, shard
+    )
     return Call(shape, **options)
 
 
@@ -52,6 +56,8 @@ def describe(call: Call) -> str:
         words.append("kv-" + str(shape.kv_dtype).removeprefix("torch.float8_"))
     if shape.window >= 0:
         words.append("window")
+    if not shape.shard.is_whole:
+        words.append(f"{shape.shard.ranks}-ranks")
     words += [name for name in ("sinks", "soft_cap", "alibi", *GENERAL_OPTIONS, "lse") if getattr(call, name)]
     if call.max_decode_query > 1:
         words.append(f"q{call.max_decode_query}")
@@ -147,6 +153,9 @@ def all_calls(generation: str) -> list[tuple[Call, str]]:
     for head_dims in ((64, 64), (128, 128)):
         add("prefill", head_dims=head_dims, group=1, page_size=CONTIGUOUS)
     add("prefill", head_dims=(64, 64), group=1, page_size=CONTIGUOUS, window=64)
+    for shard in (Shard(8, 3, 16), Shard(3, 2, 1)):
+        add("decode", "prefill", shard=shard, page_size=64, lse=True)
+    add("decode", shard=Shard(2, 1, 1), page_size=64, window=127, alibi=True, lse=True)
     for queries in (4, 8):
         add("decode", max_decode_query=queries)
     add("plan", "write")
