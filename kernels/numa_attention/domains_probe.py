@@ -15,7 +15,8 @@ from numa_attention.placement_device import own_place
 
 LINE = 128  # bytes of an L2 line
 SPREAD = 32 << 20  # bytes over which the addresses are strewn: they hash to every slice of both partitions
-WORKGROUPS_PER_UNIT = 8  # the first on each SM measures, so that each SM gets one however they are dealt
+# the first workgroup on an SM measures: with more of them than SMs, and some launches, each SM gets one
+WORKGROUPS_PER_UNIT, MOST_LAUNCHES = 8, 8
 
 # Nothing of the hardware or of ptxas keeps the second clock behind the value but a barrier whose mask is made of it:
 # the value is 0, so all lanes meet. A weak read would be done once for all repetitions.
@@ -105,10 +106,12 @@ def probe_latencies(
     units = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device(device):
         arguments = probe_arguments(addresses, device)
-        latency_kernel[(units * WORKGROUPS_PER_UNIT,)](
-            *arguments, **probe_constants(method, repeats, addresses)
-        )
-    _, _, latencies, claimed = arguments
+        _, _, latencies, claimed = arguments
+        constants = probe_constants(method, repeats, addresses)
+        for _ in range(MOST_LAUNCHES):
+            latency_kernel[(units * WORKGROUPS_PER_UNIT,)](*arguments, **constants)
+            if int(claimed.sum()) >= units:
+                break
     found = latencies.cpu().float()
     found[claimed.cpu() == 0] = float("nan")
     return found
