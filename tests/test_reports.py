@@ -23,7 +23,9 @@
 | empty chunks of shorter prefixes | test_attention.py::test_chunked_prefill_with_a_cached_prefix |
 | another result with another number of splits | test_reports.py::test_any_number_of_splits_gives_one_result |
 | drift at long context | test_reports.py::test_a_long_context |
-| a bare assertion where context parallelism is asked for | plugin/test_support.py::test_refused_with_the_reason |
+| a bare assertion for context parallelism | plugin/test_context_parallel.py::test_layers_that_are_refused |
+| local lengths of speculated tokens by subtraction | test_sharding.py::test_any_sharding_gives_the_unsharded_result |
+| windows of a sharded cache in its own tokens | test_sharding.py::test_windows_are_of_positions |
 | a dummy run longer than its pages | test_refusals.py::test_a_sequence_longer_than_its_block_table_row_is_cut |
 | buffers of a graph that move | test_decode_schedule.py::test_schedule_outlives_other_lengths |
 | tiles that cross pages of 528 or 784 tokens | test_attention.py::test_page_sizes |
