@@ -119,21 +119,25 @@ def attend_over_ranks(
     if q_scale is not None:
         # each rank may have a scale of its own
         query = (query.float() * q_scale).to(shape.dtype)
-    gathered = ranks.all_gather(query).transpose(0, 1).flatten(1, 2)
+    peer = peers.workspaces_for(shape, len(query))
+    if peer is None:
+        gathered = ranks.all_gather(query).transpose(0, 1).flatten(1, 2)
+    else:
+        gathered = query.new_empty(len(query), shape.q_heads, shape.head_dim)
+        across_devices.gather(query, peer.queries, gathered)
     part = query.new_empty(*gathered.shape[:2], shape.head_dim_v, dtype=torch.float32)
     # rows that no request owns are written by nobody, and weigh nothing
     lse = query.new_full(gathered.shape[:2], -torch.inf, dtype=torch.float32)
     attend(gathered, k_pages, v_pages, part, schedule, lse=lse, **options)
-    workspace = peers.workspace_for(shape, len(part))
-    if workspace is None:
+    if peer is None:
         merged, lse = merge_across_ranks(part, lse, ranks, exchange)
     elif sinks is None and out_scale is None:
-        across_devices.merge(part, lse, workspace, output)
+        across_devices.merge(part, lse, peer.partials, output)
         return
     else:
         merged = torch.empty_like(output, dtype=torch.float32)
         merged_lse = lse.new_empty(merged.shape[:2])
-        across_devices.merge(part, lse, workspace, merged, merged_lse)
+        across_devices.merge(part, lse, peer.partials, merged, merged_lse)
         lse = merged_lse
     if sinks is not None:
         merged, _ = fold_sinks(merged, lse, sinks)

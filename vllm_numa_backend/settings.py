@@ -58,8 +58,8 @@ TABLE = (
         "NUMA_SWIZZLE_EXCHANGE",
         ("auto", "ag_rs", "a2a", "peers"),
         "how ranks that share a sequence merge their results: auto (as vLLM's --dcp-comm-backend says), ag_rs (gather "
-        "the LSEs, reduce-scatter the outputs), a2a (all in one all-to-all) or peers (in a kernel that writes into the "
-        "other GPUs' memory, where it can be reached; auto where not)",
+        "the LSEs, reduce-scatter the outputs), a2a (all in one all-to-all) or peers (in kernels that write into the "
+        "other GPUs' memory, queries included, where it can be reached; auto where not)",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Merging the partial results of several GPUs in one launch, each GPU getting the heads that it owns.
+"""Merging the partial results of several GPUs in one launch, each GPU getting the heads that it owns, and gathering.
 
 Every rank attends all query heads over its own part of the context and calls `merge` with outputs and LSEs. Rank r of R
 owns heads r * H / R and on. The partials travel by stores into the owner's memory; there is no collective and nothing
@@ -218,34 +218,50 @@ def merge(
     The parts are merged in the order of the ranks, whoever came first. Where a rank is missing, merged and merged_lse
     become NaN and `Workspace.check` raises `ranks.LostRank`. Raises ValueError where the tensors do not fit.
     """
+    _exchange(out, lse, workspace, merged, merged_lse, merges=True)
+
+
+def gather(rows: torch.Tensor, workspace: Workspace, gathered: torch.Tensor) -> None:
+    """Bring every rank's rows to all ranks, as queries are needed before all heads can be attended.
+
+    rows [tokens, own heads, head_dim_v] of the workspace's dtype: this rank's. gathered [tokens, q_heads, head_dim_v]
+    likewise: those of all ranks, rank 0 first. The last dimensions are contiguous. A workspace serves this and `merge`.
+
+    Where a rank is missing, gathered becomes NaN and `Workspace.check` raises `ranks.LostRank`. Raises ValueError where
+    the tensors do not fit.
+    """
+    _exchange(rows, None, workspace, gathered, None, merges=False)
+
+
+def _exchange(out, lse, workspace: Workspace, merged, merged_lse, merges: bool) -> None:
     layout = (
-        out.dtype, out.shape, out.stride(), lse.dtype, lse.shape, lse.stride(), merged.dtype, merged.shape,
-        merged.stride(), None if merged_lse is None else (merged_lse.dtype, merged_lse.shape, merged_lse.stride()),
-        out.device,
+        out.dtype, out.shape, out.stride(), None if lse is None else (lse.dtype, lse.shape, lse.stride()),
+        merged.dtype, merged.shape, merged.stride(),
+        None if merged_lse is None else (merged_lse.dtype, merged_lse.shape, merged_lse.stride()), out.device, merges,
     )  # fmt: skip
+    p_lse = out if lse is None else lse
+    p_merged_lse = p_lse if merged_lse is None else merged_lse
     fitting = workspace._fitting.get(layout)
     if fitting is None:
-        _check(out, lse, workspace, merged, merged_lse)
+        _check(out, lse, workspace, merged, merged_lse, merges)
         strides = tuple(
-            stride
-            for tensor in (out, lse, merged, lse if merged_lse is None else merged_lse)
-            for stride in tensor.stride()[:2]
+            stride for tensor in (out, p_lse, merged, p_merged_lse) for stride in tensor.stride()[:2]
         )
-        fitting = strides, workspace._constants | {"HAS_LSE": merged_lse is not None}
+        switches = {"HAS_LSE": merged_lse is not None, "MERGES": merges}
+        fitting = strides, workspace._constants | switches
         workspace._fitting[layout] = fitting
     strides, constants = fitting
     tokens = out.shape[0]
     if not tokens:
         # without a row nobody waits for anybody, and a launch that counts but does not wait would lose the order
         return
-    p_lse = lse if merged_lse is None else merged_lse
     key = (
-        out.get_device(), out.dtype, merged.dtype, strides, pointer_traits(out, lse, merged, p_lse),
-        *constants.values(),
+        out.get_device(), out.dtype, p_lse.dtype, merged.dtype, strides,
+        pointer_traits(out, p_lse, merged, p_merged_lse), *constants.values(),
     )  # fmt: skip
     arguments = (
-        out, lse, merged, p_lse, workspace.addresses, workspace.state, workspace._missing, tokens, workspace.rank,
-        *strides,
+        out, p_lse, merged, p_merged_lse, workspace.addresses, workspace.state, workspace._missing, tokens,
+        workspace.rank, *strides,
     )  # fmt: skip
     _launch(key, (workspace.workgroups, 1, 1), arguments, constants, {"num_warps": NUM_WARPS})
 
@@ -262,26 +278,31 @@ def _launch(key, grid, arguments, constants, options) -> None:
     _launcher()(key, grid, arguments, constants, options)
 
 
-def _check(out, lse, workspace: Workspace, merged, merged_lse) -> None:
+def _check(out, lse, workspace: Workspace, merged, merged_lse, merges: bool) -> None:
     tokens, heads = out.shape[0], workspace.heads
     if tokens > workspace.max_tokens:
         raise ValueError(
             f"a step of {tokens} tokens exceeds the workspace's max_tokens={workspace.max_tokens}"
         )
-    everyone, columns = heads * workspace.world, workspace.head_dim_v
-    for name, tensor, dtypes, shape in (
-        ("out", out, (workspace.dtype,), (tokens, everyone, columns)),
-        ("lse", lse, (torch.float32,), (tokens, everyone)),
-        ("merged", merged, DTYPES, (tokens, heads, columns)),
-        ("merged_lse", merged_lse, (torch.float32,), (tokens, heads)),
-    ):
+    everyone, columns, own = heads * workspace.world, workspace.head_dim_v, (workspace.dtype,)
+    if merges:
+        wanted = (
+            ("out", out, own, (tokens, everyone, columns)),
+            ("lse", lse, (torch.float32,), (tokens, everyone)),
+            ("merged", merged, DTYPES, (tokens, heads, columns)),
+            ("merged_lse", merged_lse, (torch.float32,), (tokens, heads)),
+        )
+    else:
+        wanted = (
+            ("rows", out, own, (tokens, heads, columns)),
+            ("gathered", merged, own, (tokens, everyone, columns)),
+        )
+    for name, tensor, dtypes, shape in wanted:
         if tensor is None:
             continue
         if tensor.dtype not in dtypes or tensor.shape != shape:
-            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise ValueError(
-                f"{name} must be {wanted} {list(shape)}; got {tensor.dtype} {list(tensor.shape)}"
-            )
+            known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise ValueError(f"{name} must be {known} {list(shape)}; got {tensor.dtype} {list(tensor.shape)}")
         if len(shape) == 3 and tensor.stride(-1) != 1:
             raise ValueError(
                 f"the last dimension of {name} must be contiguous; its stride is {tensor.stride(-1)}"

@@ -1,7 +1,8 @@
 """Merging the ranks' partial results in one launch: send, raise a flag, wait for the others' flags, merge.
 
 Each rank has attended all heads over its own part of the context. It sends its partials of other ranks' heads straight
-into the memory of the ranks that own these heads, and merges what it gets for its own. A rank's memory is laid out as
+into the memory of the ranks that own these heads, and merges what it gets for its own. Before that, every rank needs
+the queries of all: the same launch, with MERGES off, sends each rank's rows to all others. A rank's memory holds
 
 ::
 
@@ -60,9 +61,10 @@ def send_rows(
     lse_head_stride,
     WORLD: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, BUFFERS: tl.constexpr, LSE_BYTES: tl.constexpr,
-    PARTIAL_BYTES: tl.constexpr,
+    PARTIAL_BYTES: tl.constexpr, MERGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows first, first + 1, ... of every rank's heads, to the rank that owns the heads, this one's to itself."""
+    """Rows first, first + 1, ... of every rank's heads, to the rank that owns the heads, this one's to itself; without
+    MERGES those of this rank's heads, which are all it has, to every rank."""
     o_row = first + tl.arange(0, BLOCK_ROWS)
     o_dv = tl.arange(0, BLOCK_DV)
     m_row = o_row < rows
@@ -71,16 +73,19 @@ def send_rows(
     for step in tl.static_range(WORLD):
         # every rank begins with another one, so that no link gets all at once
         owner = (rank + 1 + step) % WORLD
-        o_head = (owner * HEADS + o_row % HEADS).to(tl.int64)
+        o_head = (o_row % HEADS).to(tl.int64)
+        if MERGES:
+            o_head += owner * HEADS
         p_out = out + o_token[:, None] * out_token_stride + o_head[:, None] * out_head_stride + o_dv[None, :]
         b_partial = tl.load(p_out, mask=m_partial, other=0.0)
-        b_lse = tl.load(lse + o_token * lse_token_stride + o_head * lse_head_stride, mask=m_row, other=0.0)
         p_lse, p_partial = partials_of(
             addresses, owner, rank, epoch, o_row, o_dv, out,
             WORLD, ROWS, HEAD_DIM_V, BUFFERS, LSE_BYTES, PARTIAL_BYTES,
         )  # fmt: skip
         tl.store(p_partial, b_partial, mask=m_partial)
-        tl.store(p_lse, b_lse, mask=m_row)
+        if MERGES:
+            p_own = lse + o_token * lse_token_stride + o_head * lse_head_stride
+            tl.store(p_lse, tl.load(p_own, mask=m_row, other=0.0), mask=m_row)
 
 
 @kernel
@@ -165,11 +170,36 @@ def merge_rows(
         tl.store(p_lse, b_lse, mask=m_row)
 
 
+@kernel
+def gather_rows(
+    like, gathered, addresses, rank, epoch, first, rows, token_stride, head_stride, arrived,
+    WORLD: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, BUFFERS: tl.constexpr, LSE_BYTES: tl.constexpr,
+    PARTIAL_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Rows first, first + 1, ... of every rank's heads beside one another; NaN unless all `arrived`."""
+    o_row = first + tl.arange(0, BLOCK_ROWS)
+    o_dv = tl.arange(0, BLOCK_DV)
+    m_partial = (o_row < rows)[:, None] & (o_dv < HEAD_DIM_V)[None, :]
+    o_token = (o_row // HEADS).to(tl.int64)
+    for sender in tl.static_range(WORLD):
+        _, p_from = partials_of(
+            addresses, rank, sender, epoch, o_row, o_dv, like,
+            WORLD, ROWS, HEAD_DIM_V, BUFFERS, LSE_BYTES, PARTIAL_BYTES,
+        )  # fmt: skip
+        b_rows = tl.full([BLOCK_ROWS, BLOCK_DV], float("nan"), tl.float32).to(like.dtype.element_ty)
+        if arrived:
+            b_rows = tl.load(p_from, mask=m_partial, other=0.0, cache_modifier=".cg")
+        o_head = (sender * HEADS + o_row % HEADS).to(tl.int64)
+        p_rows = gathered + o_token[:, None] * token_stride + o_head[:, None] * head_stride + o_dv[None, :]
+        tl.store(p_rows, b_rows, mask=m_partial)
+
+
 @kernel(do_not_specialize=["tokens", "rank"])
 def merge_across_kernel(
-    out,  # [tokens, WORLD * HEADS, HEAD_DIM_V], this rank's partials of all heads
+    out,  # [tokens, WORLD * HEADS, HEAD_DIM_V], this rank's partials of all heads; without MERGES [tokens, HEADS, ...]
     lse,  # float32 [tokens, WORLD * HEADS]
-    merged,  # [tokens, HEADS, HEAD_DIM_V]
+    merged,  # [tokens, HEADS, HEAD_DIM_V]; without MERGES [tokens, WORLD * HEADS, ...]
     merged_lse,  # float32 [tokens, HEADS]
     addresses,  # int64 [WORLD], of the ranks' memory as this device sees it
     state,  # int64 [STATE_EPOCHS + workgroups]
@@ -194,6 +224,7 @@ def merge_across_kernel(
     LSE_BYTES: tl.constexpr,
     PARTIAL_BYTES: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    MERGES: tl.constexpr,
 ):
     p_epoch = state + _EPOCHS + tl.program_id(0)
     # workgroups that have no rows count too: which of two buffers a launch takes, all of them must agree on
@@ -208,7 +239,7 @@ def merge_across_kernel(
                 send_rows(
                     out, lse, addresses, rank, epoch, first, rows, out_token_stride, out_head_stride,
                     lse_token_stride, lse_head_stride,
-                    WORLD, HEADS, HEAD_DIM_V, BLOCK_DV, BLOCK_ROWS, ROWS, BUFFERS, LSE_BYTES, PARTIAL_BYTES,
+                    WORLD, HEADS, HEAD_DIM_V, BLOCK_DV, BLOCK_ROWS, ROWS, BUFFERS, LSE_BYTES, PARTIAL_BYTES, MERGES,
                 )  # fmt: skip
             raise_flags(addresses, rank, epoch, WORLD)
             arrived = wait_for_flags(
@@ -218,9 +249,17 @@ def merge_across_kernel(
             tl.store(state + _STOPPED, 1)
             raise_flags(addresses, rank, epoch * 0 + _GONE, WORLD)
         for first in tl.range(begin, rows, stride):
-            merge_rows(
-                out, merged, merged_lse, addresses, rank, epoch, first, rows, merged_token_stride,
-                merged_head_stride, merged_lse_token_stride, merged_lse_head_stride, arrived,
-                WORLD, HEADS, HEAD_DIM_V, BLOCK_DV, BLOCK_ROWS, ROWS, BUFFERS, LSE_BYTES, PARTIAL_BYTES, HAS_LSE,
-            )  # fmt: skip
+            if MERGES:
+                merge_rows(
+                    out, merged, merged_lse, addresses, rank, epoch, first, rows, merged_token_stride,
+                    merged_head_stride, merged_lse_token_stride, merged_lse_head_stride, arrived,
+                    WORLD, HEADS, HEAD_DIM_V, BLOCK_DV, BLOCK_ROWS, ROWS, BUFFERS, LSE_BYTES, PARTIAL_BYTES,
+                    HAS_LSE,
+                )  # fmt: skip
+            else:
+                gather_rows(
+                    out, merged, addresses, rank, epoch, first, rows, merged_token_stride, merged_head_stride,
+                    arrived,
+                    WORLD, HEADS, HEAD_DIM_V, BLOCK_DV, BLOCK_ROWS, ROWS, BUFFERS, LSE_BYTES, PARTIAL_BYTES,
+                )  # fmt: skip
     tl.store(p_epoch, epoch)

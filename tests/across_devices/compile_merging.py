@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import torch
 
-from numa_attention.across_devices import Workspace, bytes_needed, merge
+from numa_attention.across_devices import Workspace, bytes_needed, gather, merge
 from numa_attention.peer_memory import PeerMemory
 from numa_attention.testing import capture, isa
 from numa_attention.topology import pretend
@@ -38,7 +38,7 @@ AMD = {
 HEADS, COLUMNS, TOKENS = 8, 128, 64
 
 
-def report(generation: str, dtype: torch.dtype, world: int) -> dict:
+def report(generation: str, dtype: torch.dtype, world: int, gathers: bool = False) -> dict:
     """What the kernel takes, and the text that says how it orders memory."""
     needed = bytes_needed(world, TOKENS, HEADS, COLUMNS, dtype)
     memory = PeerMemory(torch.empty(needed, dtype=torch.uint8, device="meta"), (1 << 20,) * world, 0)
@@ -48,7 +48,10 @@ def report(generation: str, dtype: torch.dtype, world: int) -> dict:
     merged = torch.empty(TOKENS, HEADS // world, COLUMNS, dtype=torch.bfloat16, device="meta")
     merged_lse = torch.empty(TOKENS, HEADS // world, device="meta")
     with capture.compiling_for(generation) as captured:
-        merge(out, lse, workspace, merged, merged_lse)
+        if gathers:
+            gather(torch.empty_like(merged, dtype=dtype), workspace, out)
+        else:
+            merge(out, lse, workspace, merged, merged_lse)
     ((_, kernel),) = captured
     resources, code = isa.inspect(kernel, pretend(generation).shared_bytes)
     nvidia = "ptx" in kernel.asm
@@ -67,3 +70,8 @@ if __name__ == "__main__":
     for generation in GENERATIONS:
         print(json.dumps({"generation": generation} | report(generation, torch.float32, 2)), flush=True)
     print(json.dumps({"generation": "sm_90, 8 ranks, bf16"} | report("sm_90", torch.bfloat16, 8)), flush=True)
+    for generation in ("sm_90", "gfx942"):
+        name = f"{generation}, gathering"
+        print(
+            json.dumps({"generation": name} | report(generation, torch.bfloat16, 2, gathers=True)), flush=True
+        )

@@ -46,6 +46,46 @@ def test_any_order_gives_the_merge(world, seed):
         step.check()
 
 
+def gathers_and_merges(world: int, seed: int, faults: Faults = NO_FAULTS, patience: float = 1e6):
+    """Gathers and merges in turn on one workspace: the steps, and (rows by rank, what each rank gathered)."""
+    steps, gathers = some_steps(world, 2, seed), []
+    workspaces = pretend_workspaces(
+        world, max_tokens=5, q_heads=Q_HEADS, head_dim_v=COLUMNS, workgroups=2, patience=patience
+    )
+    for tokens in (5, 1):
+        own = [torch.randn(tokens, Q_HEADS // world, COLUMNS) for _ in range(world)]
+        gathers.append((own, [torch.full((tokens, Q_HEADS, COLUMNS), torch.nan) for _ in range(world)]))
+    launches = []
+    for rank, workspace in enumerate(workspaces):
+        with recording() as recorded:
+            for step, (own, gathered) in zip(steps, gathers, strict=True):
+                across_devices.gather(own[rank], workspace, gathered[rank])
+                step.run(rank, workspace)
+        launches.append(recorded)
+    Interleaving([workspace.memory for workspace in workspaces], seed, faults).run(launches)
+    return steps, gathers
+
+
+@pytest.mark.parametrize(("world", "seed"), [(2, 0), (2, 1), (3, 2), (3, 3)])
+def test_rows_are_gathered_between_merges(world, seed):
+    steps, gathers = gathers_and_merges(world, seed)
+    for own, gathered in gathers:
+        for each in gathered:
+            assert torch.equal(each, torch.cat(own, 1))
+    for step in steps:
+        step.check()
+
+
+@pytest.mark.parametrize("accesses", [1, 20])
+def test_rows_of_a_dead_rank_are_nan(accesses):
+    steps, gathers = gathers_and_merges(2, accesses, Faults(dies={1: accesses}), patience=20 / 10_000)
+    right_or_nan(steps, 2)
+    for own, (survivor, _) in gathers:
+        missed = survivor.isnan()
+        assert torch.equal(survivor[~missed], torch.cat(own, 1)[~missed])
+    assert gathers[-1][1][0].isnan().all() and steps[-1].merged[0].isnan().all()
+
+
 def right_or_nan(steps, world: int) -> None:
     """Every row that was merged is right; the others are NaN."""
     for step in steps:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from merging_ranks import random_step
 
-from numa_attention.across_devices import BUFFERS, Workspace, bytes_needed, merge, try_out
+from numa_attention.across_devices import BUFFERS, Workspace, bytes_needed, gather, merge, try_out
 from numa_attention.ranks import LostRank
 from numa_attention.testing.interleaving import Interleaving, recording
 from numa_attention.testing.ranks import pretend_memories, pretend_workspaces
@@ -85,6 +85,12 @@ def test_what_does_not_fit_is_refused():
         merge(out, lse.t(), workspace, merged)
     with pytest.raises(ValueError, match="last dimension of merged must be contiguous"):
         merge(out, lse, workspace, torch.zeros(2, 2, 32)[..., ::2])
+    with pytest.raises(
+        ValueError, match=r"rows must be float32 \[2, 2, 16\]; got torch.float32 \[2, 4, 16\]"
+    ):
+        gather(out, workspace, out)
+    with pytest.raises(ValueError, match=r"gathered must be float32 \[2, 4, 16\]; got torch.bfloat16"):
+        gather(merged, workspace, out.bfloat16())
     with pytest.raises(ValueError, match="5 query heads do not divide over 2 ranks"):
         bytes_needed(2, 1, 5, 16, torch.float32)
     with pytest.raises(ValueError, match="partials cannot be torch.float64"):

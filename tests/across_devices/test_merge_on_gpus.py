@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from merging_ranks import random_step
 
-from numa_attention.across_devices import allocate
+from numa_attention.across_devices import allocate, gather
 from numa_attention.ranks import LostRank
 from numa_attention.testing.ranks import pretend_workspaces
 
@@ -27,13 +27,26 @@ def refill(step, number: int) -> None:
         result.fill_(torch.nan)
 
 
-def capture(step, rank: int, workspace, stream) -> torch.cuda.CUDAGraph:
-    """Three merges in a row, as three layers have them."""
+def run_layer(step, rank: int, workspace, gathered) -> None:
+    """Gather this rank's heads of `outs`, as if they were queries, and merge."""
+    own = step.merged[rank].shape[1]
+    gather(step.outs[rank][:, rank * own : (rank + 1) * own], workspace, gathered)
+    step.run(rank, workspace)
+
+
+def capture(step, rank: int, workspace, stream, gathered) -> torch.cuda.CUDAGraph:
+    """Three layers in a row."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(3):
-            step.run(rank, workspace)
+            run_layer(step, rank, workspace, gathered)
     return graph
+
+
+def check_gathered(step, gathered) -> None:
+    own = step.merged[0].shape[1]
+    heads = [out[:, rank * own : (rank + 1) * own] for rank, out in enumerate(step.outs)]
+    assert torch.equal(gathered.nan_to_num(), torch.cat(heads, 1).nan_to_num())
 
 
 @pytest.mark.parametrize("tokens", [1, TOKENS])
@@ -44,12 +57,18 @@ def test_two_streams_of_one_gpu(tokens):
     streams = [torch.cuda.Stream() for _ in range(2)]
     step = random_step(2, tokens, Q_HEADS, COLUMNS, seed=0, device="cuda")
     torch.cuda.synchronize()
+    gathered = [torch.full_like(step.outs[0], torch.nan) for _ in range(2)]
+    # compiles, which must not wait for a launch that waits for the other rank's
     for rank in range(2):
         with torch.cuda.stream(streams[rank]):
             step.run(rank, workspaces[rank])
     torch.cuda.synchronize()
+    for rank in range(2):
+        with torch.cuda.stream(streams[rank]):
+            run_layer(step, rank, workspaces[rank], gathered[rank])
+    torch.cuda.synchronize()
     step.check()
-    graphs = [capture(step, rank, workspaces[rank], streams[rank]) for rank in range(2)]
+    graphs = [capture(step, rank, workspaces[rank], streams[rank], gathered[rank]) for rank in range(2)]
     for number in range(REPLAYS):
         refill(step, number)
         torch.cuda.synchronize()
@@ -61,8 +80,9 @@ def test_two_streams_of_one_gpu(tokens):
                 graphs[rank].replay()
         torch.cuda.synchronize()
         step.check()
-        for workspace in workspaces:
-            workspace.check()
+        for rank in range(2):
+            check_gathered(step, gathered[rank])
+            workspaces[rank].check()
 
 
 def test_a_rank_that_does_not_come_ends_in_an_error_in_time():
@@ -98,8 +118,9 @@ def on_a_gpu(rank: int, port: int, dtype: torch.dtype) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for tokens in (1, TOKENS):
         step = random_step(2, tokens, Q_HEADS, COLUMNS, seed=0, device=device, dtype=dtype)
-        step.run(rank, workspace)  # compiles
-        graph = capture(step, rank, workspace, torch.cuda.Stream())
+        gathered = torch.full_like(step.outs[0], torch.nan)
+        run_layer(step, rank, workspace, gathered)  # compiles
+        graph = capture(step, rank, workspace, torch.cuda.Stream(), gathered)
         for number in range(50):
             refill(step, number)
             torch.cuda.synchronize()
@@ -110,6 +131,7 @@ def on_a_gpu(rank: int, port: int, dtype: torch.dtype) -> None:
             torch.cuda.synchronize()
             workspace.check()
             step.check(ranks=[rank], tolerance=tolerance)
+            check_gathered(step, gathered)
     dist.destroy_process_group()
 
 

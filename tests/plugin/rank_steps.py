@@ -75,7 +75,7 @@ def steps(r: Rig) -> list[float]:
     return errors
 
 
-def all_steps(ranks: Ranks, model: Path, pieces: list[torch.Tensor]) -> dict[str, list[float] | str]:
+def all_steps(ranks: Ranks, model: Path, pieces: list[list[torch.Tensor]]) -> dict[str, list[float] | str]:
     """Errors by name of the configuration; what it says where a configuration is refused."""
     options = dict(tensor_parallel_size=ranks.size, decode_context_parallel_size=ranks.size)
     config = engine_args(model, **options).create_engine_config()
@@ -99,7 +99,9 @@ def all_steps(ranks: Ranks, model: Path, pieces: list[torch.Tensor]) -> dict[str
                 assert not name.startswith("speculation") or r.builder.reorder_batch_threshold == 4
                 assert r.layers[0].impl.exchange == case.get("dcp_comm_backend", "ag_rs")
                 found[name] = steps(r)
-        found["peers"], found["lost rank"] = _merged_in_a_kernel(ranks, model, pieces)
+        found["peers"], found["lost rank"] = _merged_in_a_kernel(ranks, model, pieces[:2])
+        sinks = {"layer_options": {"sinks": torch.tensor([-1.0, 0.5, 2.0]) + ranks.rank}}
+        found["peers and sinks"], _ = _merged_in_a_kernel(ranks, model, pieces[2:], **sinks)
         found["peers out of reach"] = _peers_out_of_reach(ranks, model)
         found["images and causality by request"] = _spans_and_causality(ranks, model)
         found["output in float8"] = _float8_output(ranks, model)
@@ -120,31 +122,36 @@ def _peers_asked_for() -> Iterator[None]:
     settings.current.cache_clear()
 
 
-def _merged_in_a_kernel(ranks: Ranks, model: Path, pieces: list[torch.Tensor]) -> tuple[list[float], str]:
+def _merged_in_a_kernel(
+    ranks: Ranks, model: Path, pieces: list[list[torch.Tensor]], **options
+) -> tuple[list[float], str]:
     """Errors where small steps are merged in a kernel, over memory of the host that stands for the GPUs'; and what the
     next step says when a rank was missed."""
     from numa_attention import across_devices, peer_memory
     from numa_attention.ranks import LostRank
     from vllm_numa_backend import peers
 
-    addresses = tuple(piece.data_ptr() for piece in pieces)
-    shared = peer_memory.PeerMemory(pieces[ranks.rank], addresses, ranks.rank)
+    shared = [
+        peer_memory.PeerMemory(own[ranks.rank], tuple(piece.data_ptr() for piece in own), ranks.rank)
+        for own in pieces
+    ]
     with (
         _peers_asked_for(),
         mock.patch.object(peers, "MOST_TOKENS", 4),
-        mock.patch.object(peer_memory, "allocate", lambda group, device, size: shared),
-        rank_rig(model, ranks, 1) as r,
+        mock.patch.object(peer_memory, "allocate", side_effect=shared),
+        rank_rig(model, ranks, 1, **options) as r,
     ):
         errors = steps(r)
-        (workspace,) = peers._workspaces.values()
-        tried, launches = ranks.size + across_devices.BUFFERS, workspace.state[across_devices.STATE_EPOCHS]
+        (both,) = peers._workspaces.values()
+        tried = ranks.size + across_devices.BUFFERS
         # two of the steps are small, in both layers
-        assert launches == tried + 4, launches
+        launches = [int(workspace.state[across_devices.STATE_EPOCHS]) for workspace in both]
+        assert launches == [tried + 4] * 2, launches
         with mock.patch.object(
             across_devices, "merge", side_effect=AssertionError("a large step in the kernel")
         ):
             r.step([r.new_request()], [70])
-        workspace._missing[1 - ranks.rank] = 7
+        both.partials._missing[1 - ranks.rank] = 7
         try:
             r.step([r.new_request()], [1])
         except LostRank as error:
@@ -215,9 +222,13 @@ def main() -> None:
     # one rank's rig imports what both need
     with rig(model, windows=(None,), tensor_parallel_size=2):
         pass
-    pieces = [torch.zeros(1 << 20, dtype=torch.uint8).share_memory_() for _ in range(2)]
+    # of two workspaces in each of two configurations, for each rank
+    pieces = [[torch.zeros(1 << 20, dtype=torch.uint8).share_memory_() for _ in range(2)] for _ in range(4)]
     found = run_ranks(all_steps, 2, folder, model, pieces, fork=True)
-    print("FOUND", json.dumps([each if isinstance(each, dict) else repr(each) for each in found]), flush=True)
+    # in one piece, as others write to the same pipe
+    print(
+        f"FOUND {json.dumps([each if isinstance(each, dict) else repr(each) for each in found])}", flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ def results(tmp_path_factory):
     "name",
     [
         "interleave 1", "interleave 16", "a2a", "soft cap", "sinks", "alibi", "float8 cache", "speculation",
-        "images and causality by request", "peers", "peers out of reach",
+        "images and causality by request", "peers", "peers and sinks",
+        "peers out of reach",
     ],
 )  # fmt: skip
 def test_ranks_give_attention_over_whole_sequences(results, name):
