@@ -165,6 +165,21 @@ def _tile(
     raise ValueError(f"no variant for head_dim {head_dim}: the largest is 256")
 
 
+UNSPILLED_FROM = (3, 9)  # the first release of Triton for which the next function narrows nothing
+
+
+def _narrowed(tile: Tile, shape: LayerShape, topology: Topology, features: frozenset[str]) -> Tile:
+    """The prefill tile, half as wide where older releases of Triton spill registers of a full one.
+
+    That is on gfx942 with 64 tokens and eight warps, for a cache that is converted (3.6, 3.8) and for ALiBi (3.8).
+    """
+    spills = shape.kv_dtype != shape.dtype or "alibi" in features
+    old = (triton_release() or UNSPILLED_FROM) < UNSPILLED_FROM
+    if topology.generation == "gfx942" and old and spills and (tile.block_n, tile.num_warps) == (64, 8):
+        return replace(tile, block_n=32)
+    return tile
+
+
 MFMA_GENERATIONS = ("gfx942", "gfx950")
 
 
@@ -270,7 +285,7 @@ def choose_prefill(
         tile = Tile(MAX_HEAD_DIM, rows, block_n, warps, 3)
     else:
         name = "portable-prefill" if kernels == "triton" else "torch-prefill"
-        tile = _tile(PREFILL_TILES, shape, topology)
+        tile = _narrowed(_tile(PREFILL_TILES, shape, topology), shape, topology, features)
     if kernels == "torch":
         tile = replace(tile, rows=TORCH_BLOCK_M)
     variant = Variant(

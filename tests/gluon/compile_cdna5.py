@@ -35,6 +35,8 @@ def decode_layers() -> dict[str, tuple[dict, dict]]:
     for name, layer, block_n in (("bf16", {}, 64), ("fp8", {"float8": E4M3}, 128)):
         cluster = dict(name="cdna5-cluster-decode", cluster=4, block_n=block_n, form="")
         layers[f"{name} cluster"] = dict(page_size=1024, group=64, **layer), cluster
+        if layer:
+            layers["fp8 pairs, cluster"] = dict(page_size=1024, group=64, side_by_side=True, **layer), cluster
     return layers
 
 

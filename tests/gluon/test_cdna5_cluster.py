@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from unittest import mock
 
 import pytest
 import torch
 
 from numa_attention import gluon_compat, runner
 from numa_attention.decode import cdna5_cluster, cdna5_variant
+from numa_attention.portable_launch import LayerLauncher
 from numa_attention.schedule import Planner
 from numa_attention.shapes import LayerShape
+from numa_attention.testing.gluon import GluonFault
 from numa_attention.topology import pretend
 from tests.gluon.cdna5_step import bf16_case, interpreted, mark_of, small_mi450
-from tests.kernel_step import check_planned, make_planner
+from tests.kernel_step import check_planned, make_planner, run, step_of
 
 pytestmark = pytest.mark.skipif(
     gluon_compat.VERSION < cdna5_variant.OLDEST_TRITON_WITH_CLUSTERS,
@@ -55,6 +59,49 @@ def test_uneven_lengths(cluster, kv_dtype):
     if kv_dtype != torch.bfloat16:
         scales = {"k_scale": torch.tensor([0.7]), "v_scale": torch.tensor([1.6])}
     check(case, cluster=cluster, **scales)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype"), [(128, torch.float8_e4m3fn), (64, torch.bfloat16)], ids=["fp8", "bf16-d64"]
+)
+def test_keys_beside_values(head_dim, kv_dtype):
+    """Several rounds, of which the last ends in the midst of a tile and the first begins left of the window."""
+    case = bf16_case(
+        [1, 2], [700, 333], q_heads=4, kv_heads=1, head_dim=head_dim, page_size=128, kv_dtype=kv_dtype, layout="kv-last"
+    )  # fmt: skip
+    assert cdna5_variant.rows_of(case.k_pages, case.v_pages).paired
+    check(case, cluster=2)
+    check(case, cluster=2, window=200)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("async_wait(2 * COPIES)", "async_wait(2 * COPIES + 1)"),
+        ("buffers_k.index((step + 3) % BUFFERS)", "buffers_k.index((step + 1) % BUFFERS)"),
+        ("BUFFERS=4 if rows.paired else 3", "BUFFERS=3"),
+    ],
+)
+def test_mistakes_are_found(right, wrong, tmp_path):
+    """The kernel with one wrong number."""
+    with open(cdna5_cluster.__file__, encoding="utf-8") as file:
+        source = file.read()
+    assert right in source, "the kernel changed: change this test"
+    (tmp_path / "wrong_cluster.py").write_text(source.replace(right, wrong))
+    specification = importlib.util.spec_from_file_location("wrong_cluster", tmp_path / "wrong_cluster.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    case = bf16_case([1], [700], q_heads=4, kv_heads=1, page_size=128, layout="kv-last")
+    schedule = make_planner(case, kernels="triton", topology=small_mi450(1), clusters=True).plan(
+        step_of(case, 1)
+    )
+    launcher = LayerLauncher(module.decode_kernel, module.constants, cdna5_variant.rows_of)
+    with (
+        mock.patch.object(cdna5_cluster, "_launch", launcher),
+        interpreted(launcher, module.decode_kernel),
+        pytest.raises(GluonFault, match=r"wrong_cluster\.py:\d+"),
+    ):
+        run(case, schedule, scale=1.0)
 
 
 def test_wide_groups_and_row_blocks():

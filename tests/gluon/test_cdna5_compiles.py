@@ -72,6 +72,7 @@ ROWS = {
     "fp8 two-stage": [128 * 128],
     "fp8 four-stage": [128 * 128],
     "fp8 pairs": [256],
+    "fp8 pairs, cluster": [256],
     "fp8 pairs, small pages": [256],
     "fp8 pairs of head_dim 64": [128 * 128],  # and are flat too
     "bf16 pairs of head_dim 64": [256],

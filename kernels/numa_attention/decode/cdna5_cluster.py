@@ -2,8 +2,10 @@
 
 A cluster of CLUSTER workgroups has one unit (request, KV head, row block). A round's tile is CLUSTER * BLOCK_N tokens
 of one page, BLOCK_N for each workgroup: TDM brings each its own, and every tensor here has an axis for the workgroups,
-along which the cluster is laid out. At the end each workgroup writes its softmax state through L2, all meet at the
-barrier, and each merges and writes a share of the head's dimensions: no counter, no last arriver, no second launch.
+along which the cluster is laid out. The pipeline is the four-stage form of `decode/cdna5.py`, with keys and values in
+one request where the cache has them side by side. At the end each workgroup writes its softmax state through L2, all
+meet at the barrier, and each merges and writes a share of the head's dimensions: no counter, no last arriver, no second
+launch.
 
 A unit is never cut between clusters, so that uneven lengths leave clusters waiting; `decode/cdna5.py` balances them.
 """
@@ -28,15 +30,12 @@ from numa_attention.decode.cdna5 import (
     score_tile,
     sight,
 )
-from numa_attention.decode.cdna5_variant import instruction_depth
+from numa_attention.decode.cdna5_variant import Rows, instruction_depth, rows_of
 from numa_attention.gluon_compat import cdna5, thread_barrier
 from numa_attention.jit import gluon_entry
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
 from numa_attention.shapes import LayerShape
 from numa_attention.variants import Variant
-
-BUFFERS = gl.constexpr(3)
-AHEAD = gl.constexpr(2)  # tiles under way while one is used
 
 
 @gluon.jit
@@ -67,6 +66,58 @@ def copy_tile(
         buffer.type.layout,
     )
     cdna5.tdm.async_load(descriptor, [0, 0, 0], buffer)
+
+
+@gluon.jit
+def keys_in(buffers, slot, PAIRED: gl.constexpr, BLOCK_D: gl.constexpr):
+    """A tile of keys [CLUSTER, BLOCK_N, BLOCK_D] in LDS."""
+    tile = buffers.index(slot)
+    if PAIRED:
+        tile = tile.slice(0, BLOCK_D, dim=2)
+    return tile
+
+
+@gluon.jit
+def values_in(buffers, slot, PAIRED: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr):
+    """A tile of values [CLUSTER, BLOCK_N, BLOCK_DV] in LDS."""
+    tile = buffers.index(slot)
+    if PAIRED:
+        tile = tile.slice(BLOCK_D, BLOCK_DV, dim=2)
+    return tile
+
+
+@gluon.jit
+def multiply_keys(
+    b_q, buffer, CLUSTER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ACC: gl.constexpr
+):
+    """Raw scores [C, M, N] of a tile of keys in LDS. b_q: a tuple of [C, M, D] that add up to the query."""
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, K_WIDTH)
+    b_k = buffer.permute([0, 2, 1]).load(RIGHT)
+    b_s = gl.zeros((CLUSTER, BLOCK_M, BLOCK_N), gl.float32, ACC)
+    for part in gl.static_range(len(b_q)):
+        b_s = cdna5.wmma(b_q[part], b_k, b_s)
+    return b_s
+
+
+@gluon.jit
+def begin_softmax(
+    b_s, b_m, o_key, o_position, b_first, b_last, b_slope, scale, soft_cap,
+    WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr,
+):  # fmt: skip
+    """First half of the softmax: scores in base 2 [C, M, N], the new maximum [C, M], what older sums shrink by [C, M].
+
+    o_key: positions [C, N]. A row sees the keys from b_first, where there is a window, to b_last.
+    """
+    b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP, 0)
+    if HAS_ALIBI:
+        b_distance = alibi_distance(o_key[:, None, :] - o_position[:, :, None], HAS_ALIBI)
+        b_s += (b_slope * 1.4426950408889634)[:, :, None] * b_distance
+    m_seen = o_key[:, None, :] <= b_last[:, :, None]
+    if WINDOW >= 0:
+        m_seen = m_seen & (o_key[:, None, :] >= b_first[:, :, None])
+    b_s = gl.where(m_seen, b_s, float("-inf"))
+    b_new = gl.maximum(b_m, gl.max(b_s, 2))
+    return b_s, b_new, gl.exp2(b_m - safe_max(b_new))
 
 
 @gluon.jit
@@ -143,6 +194,8 @@ def decode_kernel(
     KV_HEADS: gl.constexpr,
     ROW_BLOCKS: gl.constexpr,
     CLUSTER: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    PAIRED: gl.constexpr,
     ACC: gl.constexpr,
     MERGED: gl.constexpr,
     FENCE: gl.constexpr,
@@ -153,6 +206,9 @@ def decode_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, K_WIDTH)
     ROW: gl.constexpr = gl.SliceLayout(2, ACC)  # [C, M]
     FLOAT8: gl.constexpr = k_pages.dtype.element_ty.primitive_bitwidth == 8
+    COPIES: gl.constexpr = 1 if PAIRED else 2  # TDM requests of one tile of keys and values
+    WIDTH: gl.constexpr = 2 * HEAD_DIM if PAIRED else HEAD_DIM  # of keys, or of both
+    BLOCK_W: gl.constexpr = 2 * BLOCK_D if PAIRED else BLOCK_D
     unit = gl.program_id(0)
     request = (unit // (KV_HEADS * ROW_BLOCKS)).to(gl.int64)
     kv_head = (unit // ROW_BLOCKS % KV_HEADS).to(gl.int64)
@@ -168,11 +224,13 @@ def decode_kernel(
     query_len = gl.load(query_start_loc + request + 1) - query_start
     seq_len = gl.load(seq_lens + request)
     buffers_k = gl.allocate_shared_memory(
-        k_pages.dtype.element_ty, [BUFFERS, CLUSTER, BLOCK_N, BLOCK_D], SHARED_K
+        k_pages.dtype.element_ty, [BUFFERS, CLUSTER, BLOCK_N, BLOCK_W], SHARED_K
     )
-    buffers_v = gl.allocate_shared_memory(
-        v_pages.dtype.element_ty, [BUFFERS, CLUSTER, BLOCK_N, BLOCK_DV], SHARED_V
-    )
+    buffers_v = buffers_k
+    if not PAIRED:
+        buffers_v = gl.allocate_shared_memory(
+            v_pages.dtype.element_ty, [BUFFERS, CLUSTER, BLOCK_N, BLOCK_DV], SHARED_V
+        )
 
     # the query tile, the same for each workgroup
     o_qc = gl.arange(0, CLUSTER, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))
@@ -235,48 +293,47 @@ def decode_kernel(
     o_vc = gl.arange(0, CLUSTER, gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))
     o_vn = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))
     o_vwithin = (o_vc * BLOCK_N)[:, None] + o_vn[None, :]  # [C, N]
-    for ahead in gl.static_range(AHEAD):
+    # requested in this order: K0, K1, V0, K2, V1, and then K(i + 3) and V(i + 2) in round i
+    copy_tile(
+        p_k, k_page_stride, k_token_stride, p_table, tile_begin, tile_end, buffers_k.index(0), WIDTH, BLOCK_W,
+        BLOCK_N, PAGE_SIZE, CLUSTER,
+    )  # fmt: skip
+    for ahead in gl.static_range(2):
         copy_tile(
-            p_k, k_page_stride, k_token_stride, p_table, tile_begin + ahead, tile_end, buffers_k.index(ahead),
-            HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, CLUSTER,
+            p_k, k_page_stride, k_token_stride, p_table, tile_begin + ahead + 1, tile_end,
+            buffers_k.index(ahead + 1), WIDTH, BLOCK_W, BLOCK_N, PAGE_SIZE, CLUSTER,
         )  # fmt: skip
-        copy_tile(
-            p_v, v_page_stride, v_token_stride, p_table, tile_begin + ahead, tile_end, buffers_v.index(ahead),
-            HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CLUSTER,
-        )  # fmt: skip
+        if not PAIRED:
+            copy_tile(
+                p_v, v_page_stride, v_token_stride, p_table, tile_begin + ahead, tile_end, buffers_v.index(ahead),
+                HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CLUSTER,
+            )  # fmt: skip
+    cdna5.tdm.async_wait(2 * COPIES)
+    b_s = multiply_keys(b_parts, keys_in(buffers_k, 0, PAIRED, BLOCK_D), CLUSTER, BLOCK_M, BLOCK_N, ACC)
+    b_s, b_m, b_alpha = begin_softmax(
+        b_s, b_m, tile_begin * (CLUSTER * BLOCK_N) + o_within, o_position, b_first, b_last, b_slope, qk_scale,
+        soft_cap, WINDOW, HAS_CAP, HAS_ALIBI,
+    )  # fmt: skip
     for tile in range(tile_begin, tile_end):
-        slot = (tile - tile_begin) % BUFFERS
-        copied = (tile - tile_begin + AHEAD) % BUFFERS
+        step = tile - tile_begin
+        # into the buffers that the round before has read
         copy_tile(
-            p_k, k_page_stride, k_token_stride, p_table, tile + AHEAD, tile_end, buffers_k.index(copied),
-            HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, CLUSTER,
+            p_k, k_page_stride, k_token_stride, p_table, tile + 3, tile_end, buffers_k.index((step + 3) % BUFFERS),
+            WIDTH, BLOCK_W, BLOCK_N, PAGE_SIZE, CLUSTER,
         )  # fmt: skip
-        copy_tile(
-            p_v, v_page_stride, v_token_stride, p_table, tile + AHEAD, tile_end, buffers_v.index(copied),
-            HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CLUSTER,
-        )  # fmt: skip
-        cdna5.tdm.async_wait(2 * AHEAD)
-        start = tile * (CLUSTER * BLOCK_N)
-        b_k = buffers_k.index(slot).permute([0, 2, 1]).load(RIGHT)
-        b_s = gl.zeros((CLUSTER, BLOCK_M, BLOCK_N), gl.float32, ACC)
-        for part in gl.static_range(len(b_parts)):
-            b_s = cdna5.wmma(b_parts[part], b_k, b_s)
-        o_key = start + o_within
-        b_s = score_tile(b_s, o_position, o_key, b_slope, qk_scale, soft_cap, HAS_CAP, 0)
-        if HAS_ALIBI:
-            b_distance = alibi_distance(o_key[:, None, :] - o_position[:, :, None], HAS_ALIBI)
-            b_s += (b_slope * 1.4426950408889634)[:, :, None] * b_distance
-        m_seen = o_key[:, None, :] <= b_last[:, :, None]
-        if WINDOW >= 0:
-            m_seen = m_seen & (o_key[:, None, :] >= b_first[:, :, None])
-        b_s = gl.where(m_seen, b_s, float("-inf"))
-        b_new = gl.maximum(b_m, gl.max(b_s, 2))
-        b_safe = safe_max(b_new)
-        b_alpha = gl.exp2(b_m - b_safe)
-        b_p = gl.exp2(b_s - b_safe[:, :, None])
+        if not PAIRED:
+            copy_tile(
+                p_v, v_page_stride, v_token_stride, p_table, tile + 2, tile_end,
+                buffers_v.index((step + 2) % BUFFERS), HEAD_DIM_V, BLOCK_DV, BLOCK_N, PAGE_SIZE, CLUSTER,
+            )  # fmt: skip
+        cdna5.tdm.async_wait(2 * COPIES)
+        b_next = multiply_keys(
+            b_parts, keys_in(buffers_k, (step + 1) % BUFFERS, PAIRED, BLOCK_D), CLUSTER, BLOCK_M, BLOCK_N, ACC
+        )  # tile + 1
+        b_p = gl.exp2(b_s - safe_max(b_m)[:, :, None])  # tile
         b_l = b_l * b_alpha + gl.sum(b_p, 2)
-        b_m = b_new
-        b_v = buffers_v.index(slot).load(RIGHT)
+        b_v = values_in(buffers_v, step % BUFFERS, PAIRED, BLOCK_D, BLOCK_DV).load(RIGHT)
+        start = tile * (CLUSTER * BLOCK_N)
         if (start + CLUSTER * BLOCK_N > seq_len) | (start < key_low):
             # the page's rest and what is left of every window may be anything, NaN included
             o_vkey = start + o_vwithin
@@ -289,6 +346,11 @@ def decode_kernel(
         b_acc = b_acc * b_alpha[:, :, None]
         for part in gl.static_range(len(b_weights)):
             b_acc = cdna5.wmma(gl.convert_layout(b_weights[part], LEFT, assert_trivial=True), b_v, b_acc)
+        b_s, b_m, b_alpha = begin_softmax(
+            b_next, b_m, start + CLUSTER * BLOCK_N + o_within, o_position, b_first,
+            gl.where(tile + 1 < tile_end, b_last, -1), b_slope, qk_scale, soft_cap, WINDOW, HAS_CAP, HAS_ALIBI,
+        )  # fmt: skip  # tile + 1
+    # copies of tiles past the end still are on their way
     cdna5.tdm.async_wait(0)
 
     o_slot = (unit * CLUSTER + o_c).to(gl.int64)
@@ -352,7 +414,7 @@ def shared_layout(cluster: int, block_n: int, block_d: int, itemsize: int) -> gl
     )
 
 
-def constants(shape: LayerShape, variant: Variant) -> dict:
+def constants(shape: LayerShape, variant: Variant, rows: Rows) -> dict:
     """The compile-time constants that this kernel declares after those of every kernel."""
     cluster, warps, block_n = variant.cluster, variant.num_warps, variant.block_n
     block_d, block_dv, itemsize = (
@@ -366,17 +428,19 @@ def constants(shape: LayerShape, variant: Variant) -> dict:
         KV_HEADS=shape.kv_heads,
         ROW_BLOCKS=variant.row_blocks,
         CLUSTER=cluster,
+        BUFFERS=4 if rows.paired else 3,
+        PAIRED=rows.paired,
         ACC=amd.AMDWMMALayout(
             3, True, _bases(warps, 0, 1, 0), [], [16, 16, depth], cga_layout=workgroups, rank=3
         ),
         MERGED=gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0], cga_layout=_bases(cluster, 0, 1)),
         FENCE=gl.BlockedLayout([1], [32], [warps], [0], cga_layout=_bases(cluster, 1)),
-        SHARED_K=shared_layout(cluster, block_n, block_d, itemsize),
+        SHARED_K=shared_layout(cluster, block_n, 2 * block_d if rows.paired else block_d, itemsize),
         SHARED_V=shared_layout(cluster, block_n, block_dv, itemsize),
     )
 
 
-_launch = LayerLauncher(gluon_entry(decode_kernel), constants)
+_launch = LayerLauncher(gluon_entry(decode_kernel), constants, rows_of)
 
 
 def decode(

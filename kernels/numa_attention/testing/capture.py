@@ -58,6 +58,12 @@ class Call:
     placement: str = "dispatch"
     side_by_side: bool = False
 
+    @property
+    def features(self) -> frozenset[str]:
+        """What the dispatcher is told of the call."""
+        used = {"sinks": self.sinks, "soft_cap": self.soft_cap, "alibi": self.alibi or self.alibi_sqrt}
+        return frozenset(name for name, has in used.items() if has)
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -132,6 +138,7 @@ def compile_call(call: Call, generation: str, step: str, **tile: int | str) -> l
         kernels="triton",
         topology=pretend(generation),
         placement=call.placement,
+        features=call.features,
     )
     shape, variant, decode, prefill = call.shape, None, None, None
     batch = batch_of(num_decodes=REQUESTS if step == "decode" else 0 if step == "prefill" else 1)

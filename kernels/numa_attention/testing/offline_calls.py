@@ -171,7 +171,7 @@ def variant_key(call: Call, step: str, generation: str) -> tuple | None:
     if step == "decode":
         variant = choose_decode(call.shape, topology, "triton", call.max_decode_query)
     elif step == "prefill":
-        variant = choose_prefill(call.shape, topology, "triton")
+        variant = choose_prefill(call.shape, topology, "triton", features=call.features)
     else:
         return None
     return (
