@@ -247,7 +247,7 @@ def shape_and_variant(call: Call, topology: Topology, kernels: str) -> tuple[Lay
         variant = choose(paged, call.kernel)
         if not variant.name.startswith(WITHOUT_PAGES):
             return paged, variant
-    elif call.kernel is not None:
+    elif call.kernel is not None and not call.kernel.startswith(WITHOUT_PAGES):
         raise UnsupportedShape(
             f"{call.kernel} reads keys and values in pages: their number must be a multiple of {SMALLEST_PAGE}, not "
             f"{call.keys}."

@@ -119,11 +119,10 @@ def test_requests_without_keys_or_with_fewer_keys_than_queries():
 def test_placed_by_hardware(form, workgroups):
     case = bf16_case([200, 90], [200, 140], q_heads=3, kv_heads=3)
     hopper_assembly.register()
-    with (
-        interpreted(hopper_launch, hopper.prefill_kernel, "sm_90", seed=workgroups),
-        mock.patch.object(hopper_launch, "compute_units", lambda device: workgroups),
-    ):
-        schedule = check_prefill(case, form, block_n=64, planner_options={"placement": "hardware"})
+    schedules, prefill = [], check_prefill
+    with mock.patch(f"{__name__}.check_prefill", lambda *args, **kw: schedules.append(prefill(*args, **kw))):
+        check(case, form, seed=workgroups, workgroups=workgroups, planner_options={"placement": "hardware"})
+    (schedule,) = schedules
     plan = schedule.prefill
     assert plan.variant.queues == 2 and "placed by hardware" in plan.variant.describe()
     assert not plan.queues[:3].any() and plan.queues[3:].unique().tolist() == [0, 1]
