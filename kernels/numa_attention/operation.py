@@ -86,8 +86,8 @@ def attention(
     beside an output of 0, where there are no keys to see.
 
     kernels: "auto", "triton", "torch" or "interpret". kernel: another kernel than the dispatcher's, by name. mapping,
-    placement: see docs/mapping.md. What is planned for a shape is kept for the next call; calls of one shape must not
-    run on two streams at a time. There is no backward pass.
+    placement: see docs/mapping.md. What is planned for a shape is kept for the next call: make one before a graph is
+    captured. Calls of one shape must not run on two streams at a time. There is no backward pass.
 
     Raises ValueError (UnsupportedShape among them), and RuntimeError where a gradient is asked for.
     """
