@@ -214,6 +214,20 @@ def test_doctor_shows_the_placement(device, words):
         assert all("placed by hardware" in choice.decode + choice.prefill for choice in report.choices)
 
 
+@pytest.mark.parametrize(
+    ("device", "words"), [("MI450", None), ("MI300X", "leave NUMA_SWIZZLE_CLUSTERS at off")]
+)
+def test_doctor_says_where_there_are_no_clusters(device, words, monkeypatch):
+    from numa_attention.topology import pretend
+    from vllm_numa_backend import settings
+
+    monkeypatch.setattr("numa_attention.variants.triton_release", lambda: (3, 8))
+    report = doctor.Report(packages={"amd-aiter": None})
+    doctor.choose(report, pretend(device), settings.Settings(clusters=True), pretended=True)
+    assert len(report.problems) == (words is not None)
+    assert words is None or words in report.problems[0]
+
+
 @pytest.mark.parametrize("on_rocm", [True, False])
 def test_doctor_tells_the_two_aiters_apart(on_rocm, monkeypatch):
     import torch

@@ -26,7 +26,7 @@ from vllm_numa_backend.context_parallel import shard_of
 from vllm_numa_backend.remedy import another_backend
 
 logger = init_logger("vllm.numa_swizzle")
-_announced: set[tuple[str, LayerShape]] = set()
+_announced: set[tuple[str, LayerShape, str]] = set()
 
 
 @dataclass
@@ -102,6 +102,7 @@ class NumaSwizzleMetadataBuilder(AttentionMetadataBuilder[NumaSwizzleMetadata]):
                 mapping=chosen.mapping,
                 aiter=chosen.aiter,
                 placement=chosen.placement,
+                clusters=chosen.clusters and shape.page_size != CONTIGUOUS,
                 features=features,
             )
         return planners
@@ -254,15 +255,15 @@ def layer_shape(layer: Any, kv_cache_spec: Any, vllm_config: Any) -> LayerShape:
 
 
 def _announce(schedule: Schedule) -> None:
-    """Log once per process what runs for a phase and a layer shape."""
+    """Log once per process which kernel runs for a phase and a layer shape."""
     shape = schedule.shape
     for phase, part in (
         ("decode", schedule.decode),
         ("prefill", schedule.prefill),
         ("extend", schedule.extend),
     ):
-        if part is not None and (phase, shape) not in _announced:
-            _announced.add((phase, shape))
+        if part is not None and (key := (phase, shape, part.variant.name)) not in _announced:
+            _announced.add(key)
             heads = f"{shape.q_heads}/{shape.kv_heads} heads of {shape.head_dim}"
             window = "" if shape.window < 0 else f", window {shape.window}"
             held = "" if shape.shard.is_whole else f", {shape.shard}"

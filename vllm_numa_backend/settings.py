@@ -61,6 +61,12 @@ TABLE = (
         "the LSEs, reduce-scatter the outputs), a2a (all in one all-to-all) or peers (in kernels that write into the "
         "other GPUs' memory, queries included, where it can be reached; auto where not)",
     ),
+    Setting(
+        "NUMA_SWIZZLE_CLUSTERS",
+        ("off", "on"),
+        "on an MI450, whether decode steps that fill the device with clusters of workgroups, over pages long enough, "
+        "are run in clusters, which suit even lengths (on), or all by the work list, which balances them (off)",
+    ),
 )
 
 
@@ -73,6 +79,7 @@ class Settings:
     aiter: str = "auto"
     placement: str = "dispatch"
     exchange: str | None = None
+    clusters: bool = False
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:
@@ -90,6 +97,7 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
         aiter=values["NUMA_SWIZZLE_AITER"],
         placement=values["NUMA_SWIZZLE_PLACEMENT"],
         exchange=None if exchange == "auto" else exchange,
+        clusters=values["NUMA_SWIZZLE_CLUSTERS"] == "on",
     )
 
 

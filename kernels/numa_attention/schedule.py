@@ -21,7 +21,7 @@ import torch
 
 from numa_attention import aiter_adapter, domain_map
 from numa_attention.decode import cdna5_variant, work_list
-from numa_attention.jit import resolve, triton_release
+from numa_attention.jit import resolve
 from numa_attention.machine.dispatch import MIN_TILES
 from numa_attention.mapping import check_mapping
 from numa_attention.mapping import tiles as host_tiles
@@ -30,6 +30,7 @@ from numa_attention.topology import Topology, detect
 from numa_attention.variants import (
     PLACED_BY_SM,
     Variant,
+    check_clusters,
     choose_decode,
     choose_extend,
     choose_prefill,
@@ -204,7 +205,7 @@ class Planner:
         self.prefill_variant = place(self.prefill_variant, placement, topology)
         self._queues = self._make_queues(topology)
         if clusters:
-            self._check_clusters()
+            check_clusters(self.decode_variant)
         self.clusters = clusters
         self._clusters: dict[int, DecodeSchedule | None] = {}  # by decoding requests
         self.row_blocks = -(-shape.group * max_decode_query // self.decode_variant.block_m)
@@ -231,18 +232,6 @@ class Planner:
                 table = torch.arange(domain_map.SM_IDS, dtype=torch.int32, device=self.device) % domains
             queues = torch.cat([queues, table.expand(2, -1)], 1)
         return queues
-
-    def _check_clusters(self) -> None:
-        """Raises ValueError where decode cannot run in clusters."""
-        if self.decode_variant.name != "cdna5-decode":
-            raise ValueError(
-                f"clusters=True is for the kernel cdna5-decode; this layer has {self.decode_variant.describe()}"
-            )
-        release, oldest = triton_release(), cdna5_variant.OLDEST_TRITON_WITH_CLUSTERS
-        if release is None or release < oldest:
-            raise ValueError(
-                f"clusters=True needs Triton {oldest[0]}.{oldest[1]} or later, found {release}: leave it out"
-            )
 
     def _make_decode_buffers(self) -> DecodeSchedule:
         variant = self.decode_variant

@@ -233,6 +233,22 @@ def place(variant: Variant, placement: str, topology: Topology) -> Variant:
     return replace(variant, placement=placement, domains=topology.domains if by_sm else variant.domains)
 
 
+def check_clusters(variant: Variant) -> None:
+    """Raises ValueError where a decode variant cannot run in clusters of workgroups."""
+    if variant.name != "cdna5-decode":
+        raise ValueError(
+            f"clusters are for the kernel cdna5-decode; this layer has {variant.describe()}: "
+            "leave NUMA_SWIZZLE_CLUSTERS at off"
+        )
+    release, oldest = triton_release(), cdna5_variant.OLDEST_TRITON_WITH_CLUSTERS
+    if release is None or release < oldest:
+        found = "none" if release is None else f"{release[0]}.{release[1]}"
+        raise ValueError(
+            f"clusters need Triton {oldest[0]}.{oldest[1]} or later, found {found}: "
+            "leave NUMA_SWIZZLE_CLUSTERS at off"
+        )
+
+
 def machine_of(topology: Topology) -> Machine | None:
     """What the machine model knows of a device, None where it knows nothing."""
     return like(

@@ -154,17 +154,17 @@ def test_steps_that_fit_clusters(page_size, kv_dtype, units, expected):
 
 
 def test_older_releases_have_no_clusters(monkeypatch):
-    monkeypatch.setattr("numa_attention.schedule.triton_release", lambda: (3, 7))
-    with pytest.raises(ValueError, match="needs Triton 3.8 or later, found"):
+    monkeypatch.setattr("numa_attention.variants.triton_release", lambda: (3, 7))
+    with pytest.raises(
+        ValueError, match="clusters need Triton 3.8 or later, found 3.7: leave NUMA_SWIZZLE_CLUSTERS at off"
+    ):
         make_planner(
             bf16_case([1], [4], page_size=256), kernels="triton", topology=small_mi450(4), clusters=True
         )
 
 
 def test_other_kernels_have_no_clusters():
-    with pytest.raises(
-        ValueError, match="clusters=True is for the kernel cdna5-decode; this layer has variant"
-    ):
+    with pytest.raises(ValueError, match="clusters are for the kernel cdna5-decode; this layer has variant"):
         Planner(
             shape(256),
             "meta",

@@ -33,11 +33,12 @@ def test_unknown_variable_names_the_known_ones():
 
 
 def test_table_agrees_with_the_kernel_library():
-    kernels, mappings, aiter, placements, exchanges = (row.allowed for row in settings.TABLE)
+    kernels, mappings, aiter, placements, exchanges, clusters = (row.allowed for row in settings.TABLE)
     assert set(kernels) == set(jit.CHOICES)
     assert mappings == ("auto", *mapping.MAPPINGS)
     assert aiter == aiter_adapter.CHOICES
     assert placements == variants.PLACEMENTS
+    assert [settings.read({"NUMA_SWIZZLE_CLUSTERS": value}).clusters for value in clusters] == [False, True]
     assert exchanges == ("auto", *merge.EXCHANGES, peers.EXCHANGE)
 
 

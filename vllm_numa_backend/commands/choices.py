@@ -34,11 +34,13 @@ def variants_of(
     shape: LayerShape, device: Topology, kernels: str, chosen: settings.Settings
 ) -> dict[str, Variant]:
     """The variant of each phase, with one query token a decoding request. Raises ValueError where there is none."""
-    from numa_attention.variants import choose_decode, choose_prefill, place
+    from numa_attention.variants import check_clusters, choose_decode, choose_prefill, place
 
     aiter = chosen.aiter if chosen.placement == "dispatch" else "never"
     found = {
         "decode": choose_decode(shape, device, kernels, 1, chosen.mapping, aiter=aiter),
         "prefill": choose_prefill(shape, device, kernels, chosen.mapping, aiter=aiter),
     }
+    if chosen.clusters:
+        check_clusters(found["decode"])
     return {phase: place(variant, chosen.placement, device) for phase, variant in found.items()}
