@@ -430,7 +430,8 @@ def constants(shape: LayerShape, variant: Variant) -> dict[str, int]:
         **shard_constants(shape),
         DOMAINS=variant.domains if variant.mapping.startswith("swizzled") else 1,
         FAN_IN=FAN_IN,
-        PARTS=max(FAN_IN, next_power_of_2(-(-variant.workgroups // FAN_IN))),
+        # a square of 16 parts and 16 rows is what Triton 3.6 does not compile for gfx942 where the output is float32
+        PARTS=max(2 * FAN_IN, next_power_of_2(-(-variant.workgroups // FAN_IN))),
         IN_FLIGHT=4 if accumulator <= 32 * variant.num_warps * MERGE_REGISTERS else 1,
         QUEUES=variant.queues,
         IN_FLOAT16=variant.in_float16,
