@@ -1,13 +1,19 @@
 """Merging partial results: any way to cut the keys gives the result over all of them."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numa_attention.merge import fold_sinks, merge_states
+from numa_attention.jit import SETTING
+from numa_attention.merge import fold_sinks, merge_states, weigh
 
 HEAD_DIM = 3
 
@@ -118,3 +124,49 @@ def test_a_sink_folds_in_after_a_merge():
     torch.testing.assert_close(out, expected[0])
     torch.testing.assert_close(lse, expected[1])
     assert torch.equal(out[4], torch.zeros(2, HEAD_DIM)) and lse[4].tolist() == [0.5, -math.inf]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "heads", "head_dim"), [(2, 5, 1, 8), (3, 1, 2, 40), (8, 4, 3, 128)]
+)
+def test_the_launches_around_a_collective(device, ranks, tokens, heads, head_dim):
+    """As torch does it: weighing a part, merging parts; empty parts may hold NaN, rows that nobody has are 0."""
+    from numa_attention import merge_device
+
+    random = torch.Generator().manual_seed(ranks)
+    outs = torch.randn(ranks, tokens, ranks * heads, head_dim, generator=random)
+    lses = 20 * torch.randn(ranks, tokens, ranks * heads, generator=random)
+    lses[torch.rand(lses.shape, generator=random) < 0.4] = -math.inf
+    lses[:, 0, 0] = -math.inf
+    outs[lses == -math.inf] = math.nan
+    expected, expected_lse = merge_states(outs, lses)
+    total = torch.zeros(ranks, tokens, heads, head_dim)
+    for rank in range(ranks):
+        weighted, lse = merge_device.weigh(outs[rank].to(device), lses.to(device), rank)
+        own = slice(rank * heads, (rank + 1) * heads)
+        torch.testing.assert_close(lse.cpu(), expected_lse[:, own])
+        torch.testing.assert_close(weighted.cpu(), weigh(outs[rank], lses, rank)[0])
+        total += weighted.cpu()
+        parts = torch.cat([outs[:, :, own], lses[:, :, own, None]], -1)
+        out, lse = merge_device.merge_packed(parts.to(device))
+        torch.testing.assert_close(out.cpu(), expected[:, own])
+        torch.testing.assert_close(lse.cpu(), expected_lse[:, own])
+    torch.testing.assert_close(total.movedim(0, 1).flatten(1, 2), expected)
+
+
+@pytest.mark.slow
+def test_the_launches_around_a_collective_compile(tmp_path):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", SETTING)
+    }
+    script = Path(__file__).with_name("compile_rank_merge.py")
+    done = subprocess.run(
+        [sys.executable, script],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len({(report["generation"], report["kernel"]) for report in reports}) == 10
+    assert not any(report["spills"] or report["scratch"] for report in reports), reports

@@ -52,22 +52,48 @@ def fold_sinks(
     return out * torch.exp(lse - shift)[..., None], with_sink
 
 
+def weigh(out: torch.Tensor, lses: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank `rank`'s part of the whole, as it is summed over ranks, and the LSE of the whole for its own heads.
+
+    out float32 [tokens, heads of all ranks, D]: of this rank. lses float32 [ranks, tokens, heads of all ranks]. Both
+    contiguous. Returns [ranks, tokens, heads of a rank, D], by the rank that has the heads, and [tokens, heads of a
+    rank].
+    """
+    if out.device.type != "cpu":
+        # imported here so that this file works where Triton is not installed
+        from numa_attention import merge_device
+
+        return merge_device.weigh(out, lses, rank)
+    ranks, heads = len(lses), out.shape[1] // len(lses)
+    weights, lse = _weights(lses)
+    weighted = _weighted(out, weights[rank]).unflatten(1, (ranks, heads)).movedim(1, 0)
+    return weighted, lse[:, rank * heads : (rank + 1) * heads]
+
+
+def merge_packed(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_states` of parts float32 [ranks, tokens, heads, D + 1], contiguous, whose last number is the LSE."""
+    if parts.device.type != "cpu":
+        from numa_attention import merge_device
+
+        return merge_device.merge_packed(parts)
+    return merge_states(parts[..., :-1], parts[..., -1])
+
+
 def _gather_and_scatter(
     out: torch.Tensor, lse: torch.Tensor, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank learns all LSEs and weighs its own part; the weighted parts are summed on their way."""
-    heads = out.shape[1] // ranks.size
-    weights, lse = _weights(ranks.all_gather(lse))
-    own = _weighted(out, weights[ranks.rank])
-    out = ranks.reduce_scatter(own.unflatten(1, (ranks.size, heads)).movedim(1, 0))
-    return out, lse[:, ranks.rank * heads : (ranks.rank + 1) * heads]
+    weighted, lse = weigh(out.contiguous(), ranks.all_gather(lse), ranks.rank)
+    return ranks.reduce_scatter(weighted), lse
 
 
 def _exchange_all(out: torch.Tensor, lse: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank gets all parts of its own heads, each with its LSE beside it, and merges them."""
-    packed = torch.cat([out, lse[..., None]], -1)
-    parts = ranks.all_to_all(packed.unflatten(1, (ranks.size, -1)).movedim(1, 0))
-    return merge_states(parts[..., :-1], parts[..., -1])
+    by_rank = out.unflatten(1, (ranks.size, -1)).movedim(1, 0)
+    packed = out.new_empty(*by_rank.shape[:-1], out.shape[2] + 1)
+    packed[..., :-1] = by_rank
+    packed[..., -1] = lse.unflatten(1, (ranks.size, -1)).movedim(1, 0)
+    return merge_packed(ranks.all_to_all(packed))
 
 
 # how partial results may travel between ranks; vLLM's --dcp-comm-backend has the same names
