@@ -97,12 +97,12 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
 
     def _join_ranks(self, attn_type: str) -> VllmRanks | None:
         """The ranks that share this layer's cache, None where this one has it all."""
-        self.exchange = exchange()
         if self.dcp_world_size == 1 or self.is_encoder:
             return None
         fault = fault_of_layer(self, attn_type == AttentionType.ENCODER_DECODER)
         if fault is not None:
             raise NotImplementedError(fault)
+        self.exchange = exchange()
         ranks = VllmRanks()
         if self.alibi_slopes is not None:
             self.alibi_slopes = ranks.all_gather(self.alibi_slopes).flatten()
