@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -44,11 +46,10 @@ def allocate(group: dist.ProcessGroup, device: torch.device, size: int) -> PeerM
         raise Unreachable(
             f"the ranks are on several hosts ({', '.join(hosts)}), and one GPU writes to another's memory on one only"
         )
-    # multicast objects are a resource of the whole host, and nothing here uses them
-    os.environ.setdefault(MULTICAST_OFF, "1")
     failure, own, handle, offset = "", None, None, 0
     try:
-        own, handle = _rendezvous(group, device, size)
+        with without_multicast():
+            own, handle = _rendezvous(group, device, size)
         # the tensor may lie inside a larger allocation, of which the handle knows the beginnings
         offset = own.data_ptr() - handle.buffer_ptrs[group.rank()]
     except (RuntimeError, ImportError) as error:
@@ -57,6 +58,21 @@ def allocate(group: dist.ProcessGroup, device: torch.device, size: int) -> PeerM
     offsets = agree(group, failure, offset)
     addresses = tuple(begin + inside for begin, inside in zip(handle.buffer_ptrs, offsets, strict=True))
     return PeerMemory(own, addresses, group.rank(), handle)
+
+
+@contextmanager
+def without_multicast() -> Iterator[None]:
+    """Torch makes no multicast objects inside: they are a resource of the whole host, and nothing here uses them."""
+    before = os.environ.get(MULTICAST_OFF)
+    os.environ[MULTICAST_OFF] = "1"
+    try:
+        yield
+    finally:
+        # others in the process decide for themselves
+        if before is None:
+            del os.environ[MULTICAST_OFF]
+        else:
+            os.environ[MULTICAST_OFF] = before
 
 
 def agree(group: dist.ProcessGroup, failure: str, value: object = None) -> list:

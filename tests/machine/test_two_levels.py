@@ -28,8 +28,8 @@ def test_a_million_tokens_on_two_gpus(element_bytes, reading_us):
     # half of the keys and values, at 4.8 TB/s
     assert best.read_bytes == (1 << 20) * 256 * element_bytes / 2
     assert best.reading * 1e6 == pytest.approx(reading_us, abs=0.1)
-    # four heads of 128 numbers and an LSE
-    assert best.sent_bytes == 4 * 129 * 4
+    # four heads: queries of 128 numbers, partials of 128 and an LSE
+    assert best.sent_bytes == 4 * (128 * 2 + 129 * 4)
     assert "2 ranks of 2 share each sequence, 264 splits inside each" in explain(ways, 2)
 
 
@@ -73,7 +73,7 @@ def test_every_choice(machine, log_gpus, kv_heads, context, requests):
         assert (way.exchanging > 0) == (way.ranks > 1) == (way.sent_bytes > 0)
         if way.ranks > 1:
             saved = way.by_collectives - way.exchanging
-            assert saved == pytest.approx(2 * COLLECTIVE_SECONDS - EXCHANGE_SECONDS)
+            assert saved == pytest.approx(3 * COLLECTIVE_SECONDS - 2 * EXCHANGE_SECONDS)
     for fewer, more in zip(ways, ways[1:], strict=False):
         assert more.read_bytes <= fewer.read_bytes + requests * 8 * 512 * more.ranks
 

@@ -1,8 +1,8 @@
 """Ranks that share a sequence, and splits inside each rank: one decode step of one layer, and both chosen together.
 
 A GPU reads its part of the context with as many workgroups as have two KV tiles each. More ranks read less each and
-hold one copy less of the KV heads, and exchange partials for it; more splits fill the device, and are merged in one
-level more. All times are computed, none is measured.
+hold one copy less of the KV heads, and exchange queries and partials for it; more splits fill the device, and are
+merged in one level more. All times are computed, none is measured.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .machines import US, Machine
 
 BLOCK_N = 64  # KV tokens a tile
 FAN_IN = 16  # parts that one level merges, as in decode/portable.py
-STATE_BYTES = 4  # of a number of a partial, and of an LSE
+QUERY_BYTES, STATE_BYTES = 2, 4  # of a number of a query; of a partial, and of an LSE
 MERGE_SECONDS = 1.5 * US  # assumed: a level of merging inside a GPU, which waits for its L2 three times
-EXCHANGE_SECONDS = (
-    5 * US
-)  # assumed: the launch that merges across GPUs, and one way over the link with its flag
+# assumed: a launch that gathers or merges across GPUs, and one way over the link with its flag
+EXCHANGE_SECONDS = 5 * US
 COLLECTIVE_SECONDS = 10 * US  # assumed: a small collective between GPUs
+EXCHANGES, COLLECTIVES = 2, 3  # queries and partials; queries, LSEs and outputs
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class TwoLevels:
     """One decode step of one layer where `ranks` GPUs share each sequence.
 
     copies: GPUs that hold the same KV. splits: of one (request, KV head) on a GPU, split_tokens: of the longest. busy:
-    workgroups that have work. read_bytes: KV that a GPU reads. sent_bytes: partials that it sends. reading, merging,
-    exchanging: seconds, and by_collectives instead of exchanging.
+    workgroups that have work. read_bytes: KV that a GPU reads. sent_bytes: queries and partials that it sends. reading,
+    merging, exchanging: seconds, and by_collectives instead of exchanging.
     """
 
     ranks: int
@@ -89,7 +89,8 @@ def two_levels(
     # a unit draws its share of the bandwidth and no more
     share = min(1.0, busy / machine.units)
     levels = 0 if splits == 1 else 1 if splits <= FAN_IN else 2
-    sent_bytes = (ranks - 1) * requests * (q_heads // gpus) * (head_dim + 1) * STATE_BYTES
+    row_bytes = head_dim * QUERY_BYTES + (head_dim + 1) * STATE_BYTES
+    sent_bytes = (ranks - 1) * requests * (q_heads // gpus) * row_bytes
     moving = sent_bytes / machine.link_bandwidth.value
     return TwoLevels(
         ranks,
@@ -101,9 +102,8 @@ def two_levels(
         sent_bytes,
         read_bytes / (machine.memory_bandwidth.value * share),
         levels * MERGE_SECONDS,
-        moving + EXCHANGE_SECONDS if ranks > 1 else 0.0,
-        # outputs and LSEs travel apart
-        moving + 2 * COLLECTIVE_SECONDS if ranks > 1 else 0.0,
+        moving + EXCHANGES * EXCHANGE_SECONDS if ranks > 1 else 0.0,
+        moving + COLLECTIVES * COLLECTIVE_SECONDS if ranks > 1 else 0.0,
     )
 
 
@@ -128,11 +128,11 @@ def explain(ways: Sequence[TwoLevels], gpus: int) -> str:
         nearest = ways[1]
         return (
             f"Each sequence stays on one rank: {nearest.ranks} would read for "
-            f"{(alone.reading - nearest.reading) * 1e6:.1f} us less and exchange partials for "
+            f"{(alone.reading - nearest.reading) * 1e6:.1f} us less and exchange for "
             f"{nearest.exchanging * 1e6:.1f} us (computed)."
         )
     return (
         f"{best.ranks} ranks of {gpus} share each sequence, {best.splits} splits inside each: they read for "
-        f"{(alone.reading - best.reading) * 1e6:.1f} us less than one rank would and exchange partials for "
+        f"{(alone.reading - best.reading) * 1e6:.1f} us less than one rank would and exchange for "
         f"{best.exchanging * 1e6:.1f} us, {best.by_collectives * 1e6:.1f} us by collectives (computed)."
     )
