@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -125,26 +126,32 @@ def copies_of(page_size: int, block_n: int) -> int:
 
 def rows_of(k_pages: torch.Tensor, v_pages: torch.Tensor) -> Rows:
     """How to make rows of at least WIDE_ROW bytes, where the layout of a cache [page, token, kv_head, head_dim] can."""
-    keys, values = k_pages.shape[-1], v_pages.shape[-1]
-    # heads of other sizes are padded in LDS
-    short_keys, short_values = (
-        width == _power_of_2(width) and width * k_pages.itemsize < WIDE_ROW for width in (keys, values)
-    )
-    if short_keys and keys == values and _side_by_side(k_pages, v_pages):
-        flat = 2 * keys * k_pages.itemsize < WIDE_ROW and k_pages.stride(1) == 2 * keys
-        return Rows(paired=True, flat_k=flat)
-    return Rows(
-        flat_k=short_keys and k_pages.stride(1) == keys, flat_v=short_values and v_pages.stride(1) == values
-    )
-
-
-def _side_by_side(k_pages: torch.Tensor, v_pages: torch.Tensor) -> bool:
-    """Whether each token's value lies right behind its key."""
-    return (
-        v_pages.storage_offset() - k_pages.storage_offset() == k_pages.shape[-1]
-        and k_pages.stride() == v_pages.stride()
+    keys, k_strides = k_pages.shape[-1], k_pages.stride()
+    beside = (
+        v_pages.storage_offset() - k_pages.storage_offset() == keys
         and k_pages.untyped_storage().data_ptr() == v_pages.untyped_storage().data_ptr()
     )
+    # this runs at every launch: all that follows from sizes is kept
+    return _rows(keys, v_pages.shape[-1], k_pages.itemsize, k_strides, v_pages.stride(), beside)
+
+
+@cache
+def _rows(
+    keys: int,
+    values: int,
+    itemsize: int,
+    k_strides: tuple[int, ...],
+    v_strides: tuple[int, ...],
+    beside: bool,
+) -> Rows:
+    """The same of head sizes, strides, and whether the first value lies right behind the first key."""
+    # heads of other sizes are padded in LDS
+    short_keys, short_values = (
+        width == _power_of_2(width) and width * itemsize < WIDE_ROW for width in (keys, values)
+    )
+    if short_keys and keys == values and beside and k_strides == v_strides:
+        return Rows(paired=True, flat_k=2 * keys * itemsize < WIDE_ROW and k_strides[1] == 2 * keys)
+    return Rows(flat_k=short_keys and k_strides[1] == keys, flat_v=short_values and v_strides[1] == values)
 
 
 def instruction_depth(shape: LayerShape, block_n: int) -> int:
