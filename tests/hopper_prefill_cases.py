@@ -44,6 +44,11 @@ def bf16_case(*arguments, **options) -> PagedCase:
     return make_paged_case(*arguments, dtype=torch.bfloat16, **options)
 
 
+def float8_case(*arguments, **options) -> PagedCase:
+    """A step of bfloat16 queries over an e4m3 cache."""
+    return bf16_case(*arguments, kv_dtype=torch.float8_e4m3fn, **options)
+
+
 def windowed_case(query_lens: list[int], seq_lens: list[int], window: int, **options) -> PagedCase:
     """A case whose keys left of every window are NaN too."""
     case = make_paged_case(query_lens, seq_lens, **{"dtype": torch.bfloat16, **options})

@@ -291,8 +291,8 @@ def choose_prefill(
         _check_hopper(
             shape, topology, kernels, kernel, hopper_prefill_variant.NAME, hopper_prefill_variant.why_not
         )
-        hopper = hopper_prefill_variant.TILES[shape.head_dim, shape.head_dim_v]
-        name, form = kernel, hopper_prefill_variant.FORM
+        hopper = hopper_prefill_variant.tile_of(shape)
+        name, form = kernel, hopper_prefill_variant.form_of(shape)
         # four warps of each consumer of 64 rows, and those of the producer
         tile = Tile(MAX_HEAD_DIM, 2 * hopper_prefill_variant.ROWS, hopper.block_n, 12, hopper.stages)
     elif obstacle is None:

@@ -6,15 +6,15 @@ A script of its own, because the tests' process interprets kernels. With an argu
 import json
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
 from numa_attention.domain_map import SM_IDS
-from numa_attention.prefill.hopper_variant import SHARED_BYTES
+from numa_attention.prefill.hopper_variant import FLOAT8_FORM, SHARED_BYTES
 from numa_attention.schedule import PrefillSchedule, Schedule
 from numa_attention.testing import capture, isa
-from numa_attention.testing.offline_calls import make_call
+from numa_attention.testing.offline_calls import E4M3, make_call
 from numa_attention.topology import pretend
 from numa_attention.variants import choose_prefill, place
 
@@ -26,14 +26,25 @@ LAYERS = {
     "head_dim 192": dict(head_dims=(192, 128), group=16, page_size=64),
     "head_dim 256": dict(head_dims=(256, 256), group=4, page_size=64),
 }
+ROUNDED = f"{FLOAT8_FORM} rounded-queries rounded-probabilities"
+FLOAT8_LAYERS = {
+    "float8, head_dim 64": dict(head_dims=(64, 64), page_size=64, sinks=True, window=127),
+    "float8, head_dim 128": dict(head_dims=(128, 128)),
+    "float8, head_dim 128, rounded": dict(head_dims=(128, 128), page_size=64, form=ROUNDED),
+    "float8, head_dim 192": dict(head_dims=(192, 128), group=16, page_size=64),
+    "float8, head_dim 256": dict(head_dims=(256, 256), group=4, page_size=64),
+}
 
 
 def report(layer: dict) -> dict:
     """What one kernel takes, and its instructions: all, those of the main loop, and some of these in their order."""
+    layer = dict(layer)
+    form = layer.pop("form", None)
     call = make_call("sm_90", **layer)
     topology = pretend("sm_90")
     variant = choose_prefill(call.shape, topology, "triton", kernel="hopper-prefill")
     variant = place(variant, call.placement, topology)
+    variant = replace(variant, form=form or variant.form)
     tiles = torch.empty(capture.TOKENS, 4, dtype=torch.int32, device="meta")
     queues = torch.empty(topology.domains + 1 + SM_IDS, dtype=torch.int32, device="meta")
     with capture.compiling_for("sm_90") as captured:
@@ -54,11 +65,14 @@ def report(layer: dict) -> dict:
         "opcodes": Counter(text.split()[0] for text in code.instructions),
         "loop": Counter(loop),
         "whole": code.count(),
-        "order": [opcode for opcode in loop if opcode.startswith(("MUFU.EX2", "HGMMA", "WARPGROUP.DEPBAR"))],
+        "order": [
+            opcode for opcode in loop if opcode.startswith(("MUFU.EX2", "HGMMA", "QGMMA", "WARPGROUP.DEPBAR"))
+        ],
     }
 
 
 if __name__ == "__main__":
-    for title, layer in LAYERS.items():
+    float8 = {title: layer | {"float8": E4M3} for title, layer in FLOAT8_LAYERS.items()}
+    for title, layer in (LAYERS | float8).items():
         if not sys.argv[1:] or sys.argv[1] in title:
             print(json.dumps({"name": title} | report(layer)), flush=True)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention.portable_launch import ANY_ALIGNMENT
 from numa_attention.prefill.hopper_consumer import consume
+from numa_attention.prefill.hopper_float8 import allocate_queries, shared_layout, transpose
 from numa_attention.prefill.hopper_producer import produce
 from numa_attention.prefill.hopper_seat import take_seat
 from numa_attention.prefill.hopper_work import ROWS
@@ -67,13 +68,15 @@ def prefill_kernel(
     C: gl.constexpr,
 ):
     BAR: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    buffer_q = gl.allocate_shared_memory(keys.dtype, [C.consumers, ROWS, C.dim], keys.layout)
+    buffer_q = gl.allocate_shared_memory(keys.dtype, [C.consumers * C.query_parts, ROWS, C.dim], keys.layout)
     buffer_k = gl.allocate_shared_memory(keys.dtype, [C.stages, C.block_n, C.dim], keys.layout)
     buffer_v = gl.allocate_shared_memory(keys.dtype, [C.stages, C.block_n, C.dim_v], keys.layout)
     buffer_q2 = buffer_q
     buffer_k2 = buffer_k
     if C.second > 0:
-        buffer_q2 = gl.allocate_shared_memory(keys.dtype, [C.consumers, ROWS, C.second], keys.layout)
+        buffer_q2 = gl.allocate_shared_memory(
+            keys.dtype, [C.consumers * C.query_parts, ROWS, C.second], keys.layout
+        )
         buffer_k2 = gl.allocate_shared_memory(keys.dtype, [C.stages, C.block_n, C.second], keys.layout)
     full_q = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], BAR)
     empty_q = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], BAR)
@@ -93,8 +96,26 @@ def prefill_kernel(
         hopper.mbarrier.init(empty_k.index(i), count=C.consumers)
         hopper.mbarrier.init(full_v.index(i), count=1)
         hopper.mbarrier.init(empty_v.index(i), count=C.consumers)
+    # what the producer fills: of a float8 cache other buffers, as queries become float8 and values are transposed
+    raw_queries = (buffer_q, buffer_q2)
+    raw_v = buffer_v
+    full_raw = full_v
+    empty_raw = empty_v
+    if C.float8:
+        if C.query_copies:
+            raw_queries = allocate_queries(queries.dtype, C)
+        buffer_v = gl.allocate_shared_memory(
+            values.dtype, [C.stages, C.dim_v, C.block_n], shared_layout(C.block_n, 8)
+        )
+        full_raw = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
+        empty_raw = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
+        for i in gl.static_range(C.stages):
+            hopper.mbarrier.init(full_raw.index(i), count=1)
+            hopper.mbarrier.init(empty_raw.index(i), count=1)
     buffers = (buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v)
     barriers = (full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared)
+    raw_buffers = raw_queries + (buffer_k, buffer_k2, raw_v)
+    raw_barriers = (full_q, empty_q, full_k, empty_k, full_raw, empty_raw)
     seat = count
     if C.queues > 0:
         seat = take_seat(queues, C.queues)
@@ -110,33 +131,55 @@ def prefill_kernel(
         lse_token_stride,
         lse_head_stride,
     )
-    if C.consumers == 1:
+    # written out, as no variable can hold functions
+    if C.float8 and C.consumers == 1:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, barriers, step, 0, C)),
-                (produce, (descriptors, buffers, barriers, step, places, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 0, C)),
+                (transpose, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, step, C)),
+                (produce, (descriptors, raw_buffers, raw_barriers, step, places, C)),
             ],
-            [1],
-            [C.producer_registers],
+            C.worker_warps,
+            C.worker_registers,
+        )
+    elif C.float8 and C.consumers == 2:
+        gl.warp_specialize(
+            [
+                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 0, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 1, C)),
+                (transpose, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, step, C)),
+                (produce, (descriptors, raw_buffers, raw_barriers, step, places, C)),
+            ],
+            C.worker_warps,
+            C.worker_registers,
+        )
+    elif C.consumers == 1:
+        gl.warp_specialize(
+            [
+                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 0, C)),
+                (produce, (descriptors, raw_buffers, raw_barriers, step, places, C)),
+            ],
+            C.worker_warps,
+            C.worker_registers,
         )
     elif C.consumers == 2:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, barriers, step, 0, C)),
-                (consume, (arguments, strides, buffers, barriers, step, 1, C)),
-                (produce, (descriptors, buffers, barriers, step, places, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 0, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 1, C)),
+                (produce, (descriptors, raw_buffers, raw_barriers, step, places, C)),
             ],
-            [4, 1],
-            [C.consumer_registers, C.producer_registers],
+            C.worker_warps,
+            C.worker_registers,
         )
     else:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, barriers, step, 0, C)),
-                (consume, (arguments, strides, buffers, barriers, step, 1, C)),
-                (consume, (arguments, strides, buffers, barriers, step, 2, C)),
-                (produce, (descriptors, buffers, barriers, step, places, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 0, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 1, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 2, C)),
+                (produce, (descriptors, raw_buffers, raw_barriers, step, places, C)),
             ],
-            [4, 4, 1],
-            [C.consumer_registers, C.consumer_registers, C.producer_registers],
+            C.worker_warps,
+            C.worker_registers,
         )

@@ -7,6 +7,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention import scores
+from numa_attention.prefill.hopper_float8 import (
+    PROBABILITY_BITS,
+    PROBABILITY_SCALE,
+    as_float8_operands,
+    in_order,
+    load_rows,
+    quantise_queries,
+)
+from numa_attention.prefill.hopper_rows import copy_layout, product_layout, rows_of
 from numa_attention.prefill.hopper_seat import first_tile
 from numa_attention.prefill.hopper_work import ROWS, work_of
 
@@ -20,29 +29,6 @@ normalise = gluon.jit(scores.normalise.fn)
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 PART = gl.constexpr(32)  # rows that a consumer copies or clears at a time
-
-
-@gluon.constexpr_function
-def product_layout(columns):
-    """A consumer's accumulator of so many columns."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def copy_layout(columns):
-    """Rows of 16-bit elements in the registers of a consumer, 16 bytes of a row in each thread."""
-    lanes = min(columns // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
-
-
-@gluon.jit
-def rows_of(
-    first_row, kv_head, query_start, query_len, COUNT: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr
-):
-    """Token, query head, and whether it exists, of COUNT rows of the packed tile."""
-    o_row = first_row + gl.arange(0, COUNT, LAYOUT)
-    o_query = o_row // C.group
-    return (query_start + o_query).to(gl.int64), kv_head * C.group + o_row % C.group, o_query < query_len
 
 
 @gluon.jit
@@ -66,20 +52,66 @@ def load_queries(
 def multiply_keys(buffers, slot, CONSUMER: gl.constexpr, C: gl.constexpr):
     """Begin the product [M, N] of a consumer's queries with the keys in a buffer."""
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
-    b_s = gl.zeros((ROWS, C.block_n), gl.float32, product_layout(C.block_n))
-    b_s = hopper.warpgroup_mma(
-        buffer_q.index(CONSUMER), buffer_k.index(slot).permute((1, 0)), b_s, use_acc=False, is_async=True
-    )
-    if C.second > 0:
+    b_s = gl.zeros((ROWS, C.block_n), gl.float32, product_layout(C.block_n, C.depth))
+    for part in gl.static_range(C.query_parts):
+        rows_q = buffer_q.index(CONSUMER * C.query_parts + part)
         b_s = hopper.warpgroup_mma(
-            buffer_q2.index(CONSUMER), buffer_k2.index(slot).permute((1, 0)), b_s, is_async=True
+            rows_q, buffer_k.index(slot).permute((1, 0)), b_s, use_acc=part > 0, is_async=True
         )
+        if C.second > 0:
+            rows_q = buffer_q2.index(CONSUMER * C.query_parts + part)
+            b_s = hopper.warpgroup_mma(rows_q, buffer_k2.index(slot).permute((1, 0)), b_s, is_async=True)
     return b_s
 
 
 @gluon.jit
+def multiply_values(b_p, b_p2, values, b_acc, C: gl.constexpr):
+    """Begin the product of probabilities with a buffer of values: the new accumulator, or with `summed` what it lacks."""
+    if C.float8:
+        values = values.permute((1, 0))
+    b_v = b_acc
+    if C.summed:
+        b_v = gl.zeros((ROWS, C.dim_v), gl.float32, b_acc.type.layout)
+    b_v = hopper.warpgroup_mma(b_p, values, b_v, use_acc=not C.summed, is_async=True)
+    if C.probability_parts == 2:
+        b_v = hopper.warpgroup_mma(b_p2, values, b_v, is_async=True)
+    return b_v
+
+
+@gluon.jit
+def wait_for_all(b_v, b_p, b_other, C: gl.constexpr):
+    """Wait for all products: b_v, b_other.
+
+    Operands in registers are kept until then. The compiler takes none of 8 bits here; the assembler keeps those.
+    """
+    if C.float8:
+        b_v, b_other = hopper.warpgroup_mma_wait(0, deps=(b_v, b_other))
+    else:
+        b_v, b_p, b_other = hopper.warpgroup_mma_wait(0, deps=(b_v, b_p, b_other))
+    return b_v, b_other
+
+
+@gluon.jit
+def add_values(b_acc, b_v, b_shrink, C: gl.constexpr):
+    """The accumulator with a product with values, which is all of it or, with `summed`, its part of one tile."""
+    if C.summed:
+        return b_acc * by_row(b_shrink, C)[:, None] + b_v
+    else:
+        return b_v
+
+
+@gluon.jit
+def by_row(b_x, C: gl.constexpr):
+    """A number a row of the scores [M] for the rows of the accumulator."""
+    return gl.convert_layout(b_x, gl.SliceLayout(1, product_layout(C.dim_v, C.depth)))
+
+
+@gluon.jit
 def factor_of(scale, C: gl.constexpr):
-    """What turns the scores that `softmax` sees, and the maxima that it keeps, into base 2; positive."""
+    """What turns the scores that `softmax` sees, and the maxima that it keeps, into base 2; positive.
+
+    One number, or with float8 one a row.
+    """
     factor = scale * LOG2_E
     if C.has_cap or C.has_alibi:
         factor = factor * 0.0 + 1.0
@@ -95,23 +127,38 @@ def softmax(
     Where scores are the products times a factor, the maximum is that of the products, so that one multiply-add a score
     is enough.
     """
-    o_key = tile * C.block_n + gl.arange(0, C.block_n, gl.SliceLayout(0, product_layout(C.block_n)))
+    o_key = tile * C.block_n + gl.arange(0, C.block_n, gl.SliceLayout(0, product_layout(C.block_n, C.depth)))
     if C.has_cap or C.has_alibi:
-        b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, C.has_cap, C.has_alibi)
+        if C.float8:
+            b_s = score_tile(
+                b_s * scale[:, None], o_position, o_key, b_slope, 1.0, soft_cap, C.has_cap, C.has_alibi
+            )
+        else:
+            b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, C.has_cap, C.has_alibi)
     if MASKED:
         b_s = gl.where(visible(o_position, o_key, seq_len, C.causal, C.window), b_s, float("-inf"))
     factor = factor_of(scale, C)
     b_new = gl.maximum(b_m, gl.max(b_s, 1))
     b_shift = (safe_max(b_new) if MASKED else b_new) * factor
-    b_p = gl.exp2(b_s * factor - b_shift[:, None])
     b_alpha = gl.exp2(b_m * factor - b_shift)
+    if C.float8:
+        b_p = gl.exp2(b_s * factor[:, None] - (b_shift - PROBABILITY_BITS)[:, None])
+    else:
+        b_p = gl.exp2(b_s * factor - b_shift[:, None])
     return b_p, b_new, b_l * b_alpha + gl.sum(b_p, 1), b_alpha
 
 
 @gluon.jit
-def as_operand(b_p, DTYPE: gl.constexpr, C: gl.constexpr):
-    """Probabilities [M, N] as the left operand of the product with values: no value changes its thread."""
-    return gl.convert_layout(b_p.to(DTYPE), gl.DotOperandLayout(0, product_layout(C.dim_v), 2))
+def as_operands(b_p, DTYPE: gl.constexpr, C: gl.constexpr):
+    """Probabilities [M, N] as the left operands of the products with values: no value changes its thread.
+
+    The second one is the first again but with float8 in two parts.
+    """
+    if C.float8:
+        return as_float8_operands(b_p, C)
+    else:
+        b_p = gl.convert_layout(b_p.to(DTYPE), gl.DotOperandLayout(0, product_layout(C.dim_v), 2))
+        return b_p, b_p
 
 
 @gluon.jit
@@ -134,18 +181,18 @@ def clear_values(buffer, cleared, phase, key_low, seq_len, tile, CONSUMER: gl.co
 
 @gluon.jit
 def walk(
-    b_e, b_m, b_l, b_acc, begin, end, walked, turns, tile_high, buffers, barriers, o_position, b_slope, seq_len,
+    b_e, b_m, b_l, b_acc, b_shrink, begin, end, walked, turns, tile_high, buffers, barriers, o_position, b_slope, seq_len,
     scale, soft_cap, MASKED: gl.constexpr, CONSUMER: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Steps [begin, end) of a tile's walk. Each adds the values of the step before it, whose probabilities b_e are.
 
-    walked, turns: KV tiles before this walk, and turns taken.
+    b_shrink: with `summed`, what the accumulator shrinks by before it gets those values. walked, turns: KV tiles before this walk, and turns taken.
     """
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
     full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
     for done in range(begin, end):
         # held in float32 until here: 16-bit values are taken apart and packed again where a loop carries them
-        b_p = as_operand(b_e, buffer_v.dtype, C)
+        b_p, b_p2 = as_operands(b_e, buffer_v.dtype, C)
         k_count = walked + done
         v_count = k_count - 1
         k_slot, v_slot = k_count % C.stages, v_count % C.stages
@@ -156,18 +203,19 @@ def walk(
         if C.ahead:
             b_s = multiply_keys(buffers, k_slot, CONSUMER, C)
             hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.stages) & 1)
-            b_acc = hopper.warpgroup_mma(b_p, buffer_v.index(v_slot), b_acc, is_async=True)
+            b_v = multiply_values(b_p, b_p2, buffer_v.index(v_slot), b_acc, C)
             if C.turns:
                 hopper.mbarrier.arrive(turn.index((CONSUMER + 1) % C.consumers), count=1)
             b_s = hopper.warpgroup_mma_wait(1, deps=(b_s,))
             hopper.mbarrier.arrive(empty_k.index(k_slot), count=1)
         else:
             hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.stages) & 1)
-            b_acc = hopper.warpgroup_mma(b_p, buffer_v.index(v_slot), b_acc, is_async=True)
+            b_v = multiply_values(b_p, b_p2, buffer_v.index(v_slot), b_acc, C)
             b_s = multiply_keys(buffers, k_slot, CONSUMER, C)
             if C.turns:
                 hopper.mbarrier.arrive(turn.index((CONSUMER + 1) % C.consumers), count=1)
-            b_acc, b_p, b_s = hopper.warpgroup_mma_wait(0, deps=(b_acc, b_p, b_s))
+            b_v, b_s = wait_for_all(b_v, b_p, b_s, C)
+            b_acc = add_values(b_acc, b_v, b_shrink, C)
             hopper.mbarrier.arrive(empty_v.index(v_slot), count=1)
             hopper.mbarrier.arrive(empty_k.index(k_slot), count=1)
         b_e, b_m, b_l, b_alpha = softmax(
@@ -176,24 +224,31 @@ def walk(
         if C.ahead:
             # long fulfilled: this wait keeps the compiler from moving the next one up, before the exponentials
             hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.stages) & 1)
-            b_acc, b_p, b_e = hopper.warpgroup_mma_wait(0, deps=(b_acc, b_p, b_e))
+            b_v, b_e = wait_for_all(b_v, b_p, b_e, C)
+            b_acc = add_values(b_acc, b_v, b_shrink, C)
             hopper.mbarrier.arrive(empty_v.index(v_slot), count=1)
-        b_acc = b_acc * gl.convert_layout(b_alpha, gl.SliceLayout(1, product_layout(C.dim_v)))[:, None]
-    return b_e, b_m, b_l, b_acc, turns
+        if C.summed:
+            b_shrink = b_alpha
+        else:
+            b_acc = b_acc * by_row(b_alpha, C)[:, None]
+    return b_e, b_m, b_l, b_acc, b_shrink, turns
 
 
 @gluon.jit
-def consume(arguments, strides, buffers, barriers, step, CONSUMER: gl.constexpr, C: gl.constexpr):
+def consume(
+    arguments, strides, buffers, raw_queries, barriers, step, CONSUMER: gl.constexpr, C: gl.constexpr
+):
     """What a consumer does: attention of its rows of all tiles of this workgroup."""
     q, out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap = arguments
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride = (
         strides
     )
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
+    raw_q, raw_q2 = raw_queries
     full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
     tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat = step
-    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(C.block_n))
-    PV: gl.constexpr = product_layout(C.dim_v)
+    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(C.block_n, C.depth))
+    PV: gl.constexpr = product_layout(C.dim_v, C.depth)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, PV)
     v_factor = 1.0
     if C.has_scales:
@@ -220,9 +275,29 @@ def consume(arguments, strides, buffers, barriers, step, CONSUMER: gl.constexpr,
             interior,
         ) = work_of(index, step, C)
         first_row = block * C.block_m + CONSUMER * ROWS
+        row_scale = scale
         if C.query_copies:
             hopper.mbarrier.wait(full_q.index(CONSUMER), parity)
-        else:
+        if C.float8:
+            COPY: gl.constexpr = copy_layout(C.dim)
+            COPY2: gl.constexpr = copy_layout(max(C.second, 16))
+            b_q2 = gl.zeros((1,), gl.float32, gl.SliceLayout(0, COPY))
+            if C.query_copies:
+                b_q = raw_q.index(CONSUMER).load(COPY)
+                if C.second > 0:
+                    b_q2 = raw_q2.index(CONSUMER).load(COPY2)
+                hopper.mbarrier.arrive(empty_q.index(CONSUMER), count=1)
+            else:
+                b_q = load_rows(
+                    q, first_row, 0, kv_head, query_start, query_len, q_token_stride, q_head_stride, C.dim, C
+                )
+                if C.second > 0:
+                    b_q2 = load_rows(
+                        q, first_row, C.dim, kv_head, query_start, query_len, q_token_stride, q_head_stride,
+                        C.second, C,
+                    )  # fmt: skip
+            row_scale = scale * quantise_queries(b_q, b_q2, buffers, CONSUMER, ROW, C)
+        elif not C.query_copies:
             load_queries(
                 q, buffer_q.index(CONSUMER), first_row, 0, kv_head, query_start, query_len,
                 q_token_stride, q_head_stride, C.dim, C,
@@ -250,11 +325,11 @@ def consume(arguments, strides, buffers, barriers, step, CONSUMER: gl.constexpr,
         b_s = multiply_keys(buffers, slot, CONSUMER, C)
         b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
         hopper.mbarrier.arrive(empty_k.index(slot), count=1)
-        b_e, b_m, b_l, b_alpha = softmax(
-            b_s, b_m, b_l, tile_high - 1, o_position, b_slope, seq_len, scale, soft_cap, True, C
+        b_e, b_m, b_l, b_shrink = softmax(
+            b_s, b_m, b_l, tile_high - 1, o_position, b_slope, seq_len, row_scale, soft_cap, True, C
         )
         left_edge = key_low > (tile_high - steps) * C.block_n
-        if (tile_high * C.block_n > seq_len) | (left_edge & (steps == 1)):
+        if not C.float8 and (tile_high * C.block_n > seq_len) | (left_edge & (steps == 1)):
             hopper.mbarrier.wait(full_v.index(slot), phase)
             clear_values(
                 buffer_v.index(slot),
@@ -267,48 +342,55 @@ def consume(arguments, strides, buffers, barriers, step, CONSUMER: gl.constexpr,
                 C,
             )
             clearings += 1
-        b_e, b_m, b_l, b_acc, turns = walk(
-            b_e, b_m, b_l, b_acc, 1, diagonal, walked, turns, tile_high, buffers, barriers,
-            o_position, b_slope, seq_len, scale, soft_cap, True, CONSUMER, C,
+        b_e, b_m, b_l, b_acc, b_shrink, turns = walk(
+            b_e, b_m, b_l, b_acc, b_shrink, 1, diagonal, walked, turns, tile_high, buffers, barriers,
+            o_position, b_slope, seq_len, row_scale, soft_cap, True, CONSUMER, C,
         )  # fmt: skip
-        b_e, b_m, b_l, b_acc, turns = walk(
-            b_e, b_m, b_l, b_acc, diagonal, interior, walked, turns, tile_high, buffers, barriers,
-            o_position, b_slope, seq_len, scale, soft_cap, False, CONSUMER, C,
+        b_e, b_m, b_l, b_acc, b_shrink, turns = walk(
+            b_e, b_m, b_l, b_acc, b_shrink, diagonal, interior, walked, turns, tile_high, buffers, barriers,
+            o_position, b_slope, seq_len, row_scale, soft_cap, False, CONSUMER, C,
         )  # fmt: skip
         if C.window >= 0:
-            b_e, b_m, b_l, b_acc, turns = walk(
-                b_e, b_m, b_l, b_acc, interior, steps, walked, turns, tile_high, buffers, barriers,
-                o_position, b_slope, seq_len, scale, soft_cap, True, CONSUMER, C,
+            b_e, b_m, b_l, b_acc, b_shrink, turns = walk(
+                b_e, b_m, b_l, b_acc, b_shrink, interior, steps, walked, turns, tile_high, buffers, barriers,
+                o_position, b_slope, seq_len, row_scale, soft_cap, True, CONSUMER, C,
             )  # fmt: skip
-        if C.query_copies:
+        if C.query_copies and not C.float8:
             hopper.mbarrier.arrive(empty_q.index(CONSUMER), count=1)
         walked += steps
         parity ^= 1
         slot = (walked - 1) % C.stages
         hopper.mbarrier.wait(full_v.index(slot), ((walked - 1) // C.stages) & 1)
-        if C.window >= 0:  # noqa: SIM102 (one is known when compiling)
+        if C.window >= 0 and not C.float8:  # noqa: SIM102 (one is known when compiling)
             if left_edge & (steps > 1):
                 clear_values(
                     buffer_v.index(slot), cleared.index(0), clearings & 1, key_low, seq_len, tile_high - steps,
                     CONSUMER, C,
                 )  # fmt: skip
                 clearings += 1
-        b_p = as_operand(b_e, buffer_v.dtype, C)
-        b_acc = hopper.warpgroup_mma(b_p, buffer_v.index(slot), b_acc, is_async=True)
-        b_acc, b_p = hopper.warpgroup_mma_wait(0, deps=(b_acc, b_p))
+        b_p, b_p2 = as_operands(b_e, buffer_v.dtype, C)
+        b_v = multiply_values(b_p, b_p2, buffer_v.index(slot), b_acc, C)
+        b_v, b_l = wait_for_all(b_v, b_p, b_l, C)
+        b_acc = add_values(b_acc, b_v, b_shrink, C)
         hopper.mbarrier.arrive(empty_v.index(slot), count=1)
 
         o_token, o_head, m_row = rows_of(first_row, kv_head, query_start, query_len, ROWS, OUT_ROW, C)
-        b_m = gl.convert_layout(b_m * factor_of(scale, C), OUT_ROW)
+        b_m = gl.convert_layout(b_m * factor_of(row_scale, C), OUT_ROW)
         b_l = gl.convert_layout(b_l, OUT_ROW)
+        if C.float8:
+            b_acc = b_acc * (1.0 / PROBABILITY_SCALE)
+            b_l = b_l * (1.0 / PROBABILITY_SCALE)
         if C.has_sink:
             b_sink = gl.load(sinks + o_head, mask=m_row, other=float("-inf")).to(gl.float32)
             b_m, b_l, b_acc = add_sink(b_m, b_l, b_acc, b_sink)
         if C.has_lse:
             p_lse = lse + o_token * lse_token_stride + o_head * lse_head_stride
             gl.store(p_lse, natural_lse(b_m, b_l), mask=m_row)
-        STORE: gl.constexpr = copy_layout(C.dim_v) if C.staged else PV
-        b_out = gl.convert_layout((normalise(b_acc, b_l) * v_factor).to(out.dtype.element_ty), STORE)
+        b_out = (normalise(b_acc, b_l) * v_factor).to(out.dtype.element_ty)
+        if C.float8:
+            b_out = in_order(b_out, C)
+        STORE: gl.constexpr = copy_layout(C.dim_v) if C.staged else b_out.type.layout
+        b_out = gl.convert_layout(b_out, STORE)
         o_token, o_head, m_row = rows_of(
             first_row, kv_head, query_start, query_len, ROWS, gl.SliceLayout(1, STORE), C
         )

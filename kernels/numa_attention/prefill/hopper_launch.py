@@ -11,7 +11,7 @@ import torch
 from numa_attention.jit import Launcher, gluon_entry, pointer_traits
 from numa_attention.prefill import portable
 from numa_attention.prefill.hopper import prefill_kernel
-from numa_attention.prefill.hopper_variant import NAME, ROWS, registers_of
+from numa_attention.prefill.hopper_variant import NAME, ROWS, partitions_of, parts_of, takes_float8
 from numa_attention.prefill.hopper_work import Constants
 from numa_attention.shapes import LayerShape, chunk_of
 from numa_attention.tensor_maps import map_of_rows, matrix_of, tensor_map
@@ -26,9 +26,11 @@ def constants_of(
 ) -> Constants:  # fmt: skip
     """What one compiled kernel is made for."""
     consumers = variant.block_m // ROWS
-    registers = registers_of(consumers, variant.form)
+    float8 = takes_float8(shape)
+    warps, registers = partitions_of(consumers, variant.form, float8)
+    query_parts, probability_parts = parts_of(variant.form) if float8 else (1, 1)
     words = variant.form.split()
-    dim, second = parts_of(shape.head_dim)
+    dim, second = columns_of(shape.head_dim)
     return Constants(
         group=shape.group,
         dim=dim,
@@ -52,12 +54,18 @@ def constants_of(
         query_copies="copied" in words and ROWS % shape.group == 0,
         staged="staged" in words,
         queues=variant.queues,
-        consumer_registers=registers[0],
-        producer_registers=registers[1],
+        float8=float8,
+        cache_bytes=shape.kv_dtype.itemsize,
+        query_parts=query_parts,
+        probability_parts=probability_parts,
+        summed=float8 and "summed" in words,
+        depth=32 // shape.kv_dtype.itemsize,
+        worker_warps=warps,
+        worker_registers=registers,
     )
 
 
-def parts_of(head_dim: int) -> tuple[int, int]:
+def columns_of(head_dim: int) -> tuple[int, int]:
     """head_dim as powers of two, the second one 0 where one is enough."""
     first = 1 << head_dim.bit_length() - 1
     return first, head_dim - first
@@ -133,7 +141,7 @@ def prefill(
         shape, variant, batch.causal, soft_cap > 0.0, alibi_slopes is not None, sinks is not None, lse is not None,
         k_scale is not None,
     )  # fmt: skip
-    dim, second = parts_of(shape.head_dim)
+    dim, second = columns_of(shape.head_dim)
     k_matrix = matrix_of(k_pages.shape, k_pages.stride(), k_pages.itemsize)
     v_matrix = matrix_of(v_pages.shape, v_pages.stride(), v_pages.itemsize)
     chunk = chunk_of(shape.page_size, variant.block_n)

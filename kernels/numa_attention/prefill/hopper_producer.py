@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention.gluon_compat import tma_load
 from numa_attention.prefill.hopper_seat import first_tile
-from numa_attention.prefill.hopper_work import BYTES, ROWS, work_of
+from numa_attention.prefill.hopper_work import QUERY_BYTES, ROWS, work_of
 
 
 @gluon.jit
@@ -33,7 +33,7 @@ def copy_tile(
     """
     slot = count % C.stages
     hopper.mbarrier.wait(empty.index(slot), ((count // C.stages) & 1) ^ 1)
-    hopper.mbarrier.expect(full.index(slot), C.block_n * (DIM + SECOND) * BYTES)
+    hopper.mbarrier.expect(full.index(slot), C.block_n * (DIM + SECOND) * C.cache_bytes)
     for chunk in gl.static_range(C.block_n // C.chunk):
         first = pages[chunk] * page_rows + row
         if C.page_size > C.chunk:
@@ -54,7 +54,7 @@ def copy_queries(
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
     bar = full.index(CONSUMER)
     hopper.mbarrier.wait(empty.index(CONSUMER), phase ^ 1)
-    hopper.mbarrier.expect(bar, ROWS * (C.dim + C.second) * BYTES)
+    hopper.mbarrier.expect(bar, ROWS * (C.dim + C.second) * QUERY_BYTES)
     tma_load(queries, [token, head, 0], bar, buffer_q.index(CONSUMER).reshape([TOKENS, C.group, C.dim]))
     if C.second > 0:
         to = buffer_q2.index(CONSUMER).reshape([TOKENS, C.group, C.second])
@@ -66,7 +66,7 @@ def produce(descriptors, buffers, barriers, step, places, C: gl.constexpr):
     """What the producer does: copy queries, keys and values of all tiles of this workgroup."""
     queries, queries_second, keys, keys_second, values = descriptors
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
-    full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
+    full_q, empty_q, full_k, empty_k, full_v, empty_v = barriers
     tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat = step
     k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns = places
     walked = 0

@@ -12,7 +12,8 @@ NAME = "hopper-prefill"
 OLDEST_TRITON = (3, 6)
 ROWS = 64  # of the packed tile, a consumer
 MAX_CONSUMERS = 3
-# what the words of a form mean; none of them changes the result
+MAX_FLOAT8_CONSUMERS = 2  # the transposer's registers are a third one's
+# what the words of a form mean; none of them changes the result, but for the rounding of a float8 cache's
 WORDS = {
     "ahead": "a tile's scores are multiplied with the values of the tile before, under which the softmax then runs",
     "turns": "consumers take turns at the matrix unit: one multiplies while the others exponentiate",
@@ -21,7 +22,14 @@ WORDS = {
     "staged": "outputs are put in order in shared memory, so that each thread writes 16 bytes",
     "roomy": "the producer gets more registers, and the consumers fewer",
 }
+# of a float8 cache alone
+FLOAT8_WORDS = {
+    "summed": "products with values are added up in float32, not in wgmma, which keeps about 14 bits of float8's sums",
+    "rounded-queries": "queries are one e4m3 number each, not the sum of two: half of the product with keys",
+    "rounded-probabilities": "probabilities are one e4m3 number each: half of the product with values",
+}
 FORM = "ahead turns copied persistent"
+FLOAT8_FORM = FORM
 SHARED_BYTES = 227 << 10
 BARRIER_BYTES = 1 << 10
 
@@ -41,6 +49,29 @@ TILES = {
     (192, 128): HopperTile(128, 2),
     (256, 256): HopperTile(64, 2),
 }
+# the same for a float8 cache, of which values take two buffers, one of them transposed
+FLOAT8_TILES = {
+    (64, 64): HopperTile(128, 3),
+    (128, 128): HopperTile(128, 2),
+    (192, 128): HopperTile(128, 2),
+    (256, 256): HopperTile(64, 2),
+}
+
+
+def takes_float8(shape: LayerShape) -> bool:
+    """Whether a layer's products are in float8."""
+    return shape.kv_dtype == torch.float8_e4m3fn
+
+
+def tile_of(shape: LayerShape) -> HopperTile:
+    """The tile of a layer that the kernel takes."""
+    tiles = FLOAT8_TILES if takes_float8(shape) else TILES
+    return tiles[shape.head_dim, shape.head_dim_v]
+
+
+def form_of(shape: LayerShape) -> str:
+    """The form of a layer that the kernel takes."""
+    return FLOAT8_FORM if takes_float8(shape) else FORM
 
 
 def why_not(shape: LayerShape, triton: tuple[int, int] | None) -> str | None:
@@ -50,24 +81,45 @@ def why_not(shape: LayerShape, triton: tuple[int, int] | None) -> str | None:
         return f"needs Triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or later, found {found}"
     if shape.general or not has_plain_cache(shape):
         return "takes none of the options that only the general kernels take"
-    if shape.dtype not in (torch.float16, torch.bfloat16) or shape.kv_dtype != shape.dtype:
-        return f"takes queries and a cache both in float16 or both in bfloat16, not {shape.dtype} and {shape.kv_dtype}"
-    if (shape.head_dim, shape.head_dim_v) not in TILES:
-        known = ", ".join(f"{keys}/{values}" for keys, values in TILES)
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes queries in float16 and bfloat16, not in {shape.dtype}"
+    if shape.kv_dtype != shape.dtype and not takes_float8(shape):
+        return f"takes a cache in the queries' type or in float8_e4m3fn, not in {shape.kv_dtype}"
+    tiles = FLOAT8_TILES if takes_float8(shape) else TILES
+    if (shape.head_dim, shape.head_dim_v) not in tiles:
+        known = ", ".join(f"{keys}/{values}" for keys, values in tiles)
         return f"takes head sizes (keys/values) {known}, not {shape.head_dim}/{shape.head_dim_v}"
     return None
 
 
+def parts_of(form: str) -> tuple[int, int]:
+    """The e4m3 numbers that a query is the sum of over a float8 cache, and those of a probability."""
+    words = form.split()
+    return 2 - ("rounded-queries" in words), 2 - ("rounded-probabilities" in words)
+
+
 def shared_bytes(shape: LayerShape, consumers: int, block_n: int, stages: int, form: str) -> int:
     """Shared memory of a workgroup, about."""
-    elements = consumers * ROWS * shape.head_dim + stages * block_n * (shape.head_dim + shape.head_dim_v)
-    if "staged" in form.split():
-        elements += consumers * ROWS * shape.head_dim_v
-    return elements * shape.dtype.itemsize + BARRIER_BYTES
+    rows, size, words = consumers * ROWS, shape.dtype.itemsize, form.split()
+    if takes_float8(shape):
+        queries = rows * shape.head_dim * (parts_of(form)[0] + (size if "copied" in words else 0))
+        tiles = stages * block_n * (shape.head_dim + 2 * shape.head_dim_v)
+    else:
+        queries = rows * shape.head_dim * size
+        tiles = stages * block_n * (shape.head_dim + shape.head_dim_v) * size
+    outputs = rows * shape.head_dim_v * size if "staged" in words else 0
+    return queries + tiles + outputs + BARRIER_BYTES
 
 
-def registers_of(consumers: int, form: str) -> tuple[int, int]:
-    """Registers of a thread of a consumer, and of the producer: together those of an SM."""
+def partitions_of(consumers: int, form: str, float8: bool) -> tuple[list[int], list[int]]:
+    """Warps, and registers of a thread, of all partitions but the first consumer, which gets the rest of an SM's.
+
+    Consumers, the transposer of a float8 cache's values, the producer: each in warpgroups of its own.
+    """
+    if float8:
+        return [4] * consumers + [1], [208] * (consumers - 1) + [72, 24]
     if consumers == MAX_CONSUMERS:
-        return 160, 32
-    return (232, 40) if "roomy" in form.split() else (240, 24)
+        consumer, producer = 160, 32
+    else:
+        consumer, producer = (232, 40) if "roomy" in form.split() else (240, 24)
+    return [4] * (consumers - 1) + [1], [consumer] * (consumers - 1) + [producer]

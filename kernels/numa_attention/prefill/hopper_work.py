@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 ROWS = gl.constexpr(64)  # rows of the packed tile that one consumer keeps
-BYTES = gl.constexpr(2)  # of an element of queries, keys and values
+QUERY_BYTES = gl.constexpr(2)  # of an element of queries
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +39,14 @@ class Constants:
     query_copies: bool
     staged: bool
     queues: int  # of hardware placement, 0 for none
-    consumer_registers: int
-    producer_registers: int
+    float8: bool  # whether the cache is e4m3, and so what is multiplied
+    cache_bytes: int  # of an element of keys and values
+    query_parts: int  # numbers that a query is the sum of, and a probability
+    probability_parts: int
+    summed: bool
+    depth: int  # of a product's instruction
+    worker_warps: list[int]  # of all partitions but the first consumer, and the registers of their threads
+    worker_registers: list[int]
 
     def __post_init__(self) -> None:
         # as a kernel sees them
