@@ -170,8 +170,9 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error) if error.isfinite() else math.inf
 
 
-def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-    """`out` is within the pass mark of `dtype`, its own type if None."""
-    dtype = out.dtype if dtype is None else dtype
+def assert_close(out: torch.Tensor, expected: torch.Tensor, mark: torch.dtype | float | None = None) -> None:
+    """`out` is within a pass mark, or that of a type, its own one if None."""
+    mark = out.dtype if mark is None else mark
+    allowed = mark if isinstance(mark, float) else PASS_MARK[mark]
     error = relative_error(out, expected)
-    assert error <= PASS_MARK[dtype], f"relative error {error:.2e} exceeds {PASS_MARK[dtype]:.0e} for {dtype}"
+    assert error <= allowed, f"relative error {error:.2e} exceeds {allowed:.0e} for {mark}"

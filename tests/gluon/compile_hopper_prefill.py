@@ -32,7 +32,6 @@ FLOAT8_LAYERS = {
     "float8, head_dim 128": dict(head_dims=(128, 128)),
     "float8, head_dim 128, rounded": dict(head_dims=(128, 128), page_size=64, form=ROUNDED),
     "float8, head_dim 192": dict(head_dims=(192, 128), group=16, page_size=64),
-    "float8, head_dim 256": dict(head_dims=(256, 256), group=4, page_size=64),
 }
 
 

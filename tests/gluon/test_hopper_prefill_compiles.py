@@ -10,7 +10,7 @@ import pytest
 
 from numa_attention.jit import SETTING
 from numa_attention.prefill.hopper_variant import SHARED_BYTES
-from tests.gluon.compile_hopper_prefill import LAYERS
+from tests.gluon.compile_hopper_prefill import FLOAT8_LAYERS, LAYERS
 
 pytestmark = pytest.mark.slow
 THREADS = 384  # two consumers and the producer, each in a warpgroup
@@ -80,3 +80,30 @@ def test_the_softmax_runs_under_the_product_with_values(reports, name):
     assert len(waits) == 2
     assert products[-1] < waits[0] < exponentials[0], "all products are on their way before the first wait"
     assert exponentials[-1] < waits[1], "the product with values is waited for after the exponentials"
+
+
+@pytest.mark.parametrize("name", FLOAT8_LAYERS)
+def test_a_float8_cache(reports, name):
+    resources, opcodes, loop = (reports[name][part] for part in ("resources", "opcodes", "loop"))
+    head_dim, head_dim_v = FLOAT8_LAYERS[name]["head_dims"]
+    assert resources["shared"] <= SHARED_BYTES
+    assert resources["registers"] * (THREADS + 128) <= 65536, "the transposer has a warpgroup too"
+    assert not count(loop, "STL", "LDL"), "nothing spills in the main loop"
+    assert resources["spills"] <= SPILLS
+    parts = 1 if "rounded" in name else 2
+    assert count(loop, "QGMMA") == parts * (head_dim // 32 + 128 // 32), "both products of one tile"
+    assert not count(opcodes, "HGMMA", "HMMA"), "all products are in float8"
+    quads = head_dim_v * 128 // (128 * 16)  # instructions of 16 bytes a thread that move a tile of values
+    assert count(opcodes, "LDSM.16.MT88.4") == quads, "values are read transposed, by the transposer alone"
+    assert count(opcodes, "STSM.16.M88.4") == quads, "and written as matrices"
+    assert count(loop, "SHFL") == 8 and not count(loop, "STS", "LDS"), "no value changes its thread"
+
+
+@pytest.mark.parametrize("name", FLOAT8_LAYERS)
+def test_the_softmax_runs_under_the_product_with_float8_values(reports, name):
+    order = reports[name]["order"]
+    products = [place for place, opcode in enumerate(order) if opcode.startswith("QGMMA")]
+    exponentials = [place for place, opcode in enumerate(order) if opcode == "MUFU.EX2"]
+    waits = [place for place, opcode in enumerate(order) if opcode.startswith("WARPGROUP.DEPBAR")]
+    assert len(waits) == 2
+    assert products[-1] < waits[0] < exponentials[0] and exponentials[-1] < waits[1]

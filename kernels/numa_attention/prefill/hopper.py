@@ -75,9 +75,9 @@ def prefill_kernel(
     buffer_k2 = buffer_k
     if C.second > 0:
         buffer_q2 = gl.allocate_shared_memory(
-            keys.dtype, [C.consumers * C.query_parts, ROWS, C.second], keys.layout
+            keys.dtype, [C.consumers * C.query_parts, ROWS, C.second], keys_second.layout
         )
-        buffer_k2 = gl.allocate_shared_memory(keys.dtype, [C.stages, C.block_n, C.second], keys.layout)
+        buffer_k2 = gl.allocate_shared_memory(keys.dtype, [C.stages, C.block_n, C.second], keys_second.layout)
     full_q = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], BAR)
     empty_q = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], BAR)
     turn = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], BAR)

@@ -66,7 +66,7 @@ def multiply_keys(buffers, slot, CONSUMER: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def multiply_values(b_p, b_p2, values, b_acc, C: gl.constexpr):
-    """Begin the product of probabilities with a buffer of values: the new accumulator, or with `summed` what it lacks."""
+    """Begin the product of probabilities with values: the new accumulator, or with `summed` what it lacks."""
     if C.float8:
         values = values.permute((1, 0))
     b_v = b_acc
@@ -181,12 +181,13 @@ def clear_values(buffer, cleared, phase, key_low, seq_len, tile, CONSUMER: gl.co
 
 @gluon.jit
 def walk(
-    b_e, b_m, b_l, b_acc, b_shrink, begin, end, walked, turns, tile_high, buffers, barriers, o_position, b_slope, seq_len,
-    scale, soft_cap, MASKED: gl.constexpr, CONSUMER: gl.constexpr, C: gl.constexpr,
+    b_e, b_m, b_l, b_acc, b_shrink, begin, end, walked, turns, tile_high, buffers, barriers, o_position, b_slope,
+    seq_len, scale, soft_cap, MASKED: gl.constexpr, CONSUMER: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Steps [begin, end) of a tile's walk. Each adds the values of the step before it, whose probabilities b_e are.
 
-    b_shrink: with `summed`, what the accumulator shrinks by before it gets those values. walked, turns: KV tiles before this walk, and turns taken.
+    b_shrink: with `summed`, what the accumulator shrinks by before it gets those values.
+    walked, turns: KV tiles before this walk, and turns taken.
     """
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
     full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers

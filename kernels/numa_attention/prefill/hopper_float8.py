@@ -1,11 +1,11 @@
 """Prefill on sm_90 over a float8 cache: both products in float8, and the warps that transpose values for them.
 
-A float8 wgmma wants the numbers of both operands along the summed dimension. Keys lie so. Values do not: four warps, the
-transposer, read each tile of them transposed in 16-bit words of two neighbouring dimensions, take the words apart and
-write the tile again, [dimension, token]. A thread holds four tokens of a word that are not neighbours, and a thread of
-a consumer holds the probabilities of the same four: so tokens are written in the order in which they are held, and no
-value changes its thread. Dimensions are in another order too, eight even ones before eight odd ones, which spreads the
-writes over the banks; `in_order` puts the accumulator's columns right, again without moving any.
+A float8 wgmma wants the numbers of both operands along the summed dimension. Keys lie so. Values do not: four warps,
+the transposer, read each tile of them transposed in 16-bit words of two neighbouring dimensions, take the words apart
+and write the tile again, [dimension, token]. A thread holds four tokens of a word that are not neighbours, and a thread
+of a consumer holds the probabilities of the same four: so tokens are written in the order in which they are held, and
+no value changes its thread. Dimensions are in another order too, eight even ones before eight odd ones, which spreads
+the writes over the banks; `in_order` puts the accumulator's columns right, again without moving any.
 
 A query or a probability of 8 significant bits is the sum of two e4m3 numbers of 4. Two products into one accumulator
 cost what one 16-bit product costs; where rounding to e4m3 will do, one is enough.
@@ -57,7 +57,7 @@ prmt.b32 $1, $2, $3, 0x7531;
 
 @gluon.constexpr_function
 def word_layout(words, tokens):
-    """A tile of values [words, tokens] as `ldmatrix` transposes it for the transposer, a quarter of the tokens to a warp.
+    """A tile of values [words, tokens] as `ldmatrix` transposes it, a quarter of the tokens to a warp.
 
     A thread's first four registers are tokens 0, 1, 8 and 9 of sixteen, then 2, 3, 10 and 11 are its neighbour's.
     """

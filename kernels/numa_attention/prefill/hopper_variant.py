@@ -52,9 +52,8 @@ TILES = {
 # the same for a float8 cache, of which values take two buffers, one of them transposed
 FLOAT8_TILES = {
     (64, 64): HopperTile(128, 3),
-    (128, 128): HopperTile(128, 2),
+    (128, 128): HopperTile(128, 3),
     (192, 128): HopperTile(128, 2),
-    (256, 256): HopperTile(64, 2),
 }
 
 
