@@ -423,16 +423,40 @@ def test_only_who_asks_for_it_gets_it():
         choose_prefill(shape, pretend("sm_90"), "triton", kernel="hopper-decode")
 
 
-@pytest.mark.parametrize("dims", hopper_variant.TILES, ids=str)
-def test_tiles_fit_into_shared_memory_and_registers(dims):
-    shape = LayerShape(8, 2, *dims, torch.bfloat16, torch.bfloat16, 16)
-    tile = hopper_variant.TILES[dims]
-    assert (
-        hopper_variant.shared_bytes(shape, 2, tile.block_n, tile.stages, FORM) <= hopper_variant.SHARED_BYTES
-    )
-    for consumers, form in ((2, FORM), (2, f"{FORM} roomy"), (3, FORM)):
-        consumer, producer = hopper_variant.registers_of(consumers, form)
-        assert consumer % 8 == producer % 8 == 0 and 128 * (consumers * consumer + producer) <= 65536
+@pytest.mark.parametrize(
+    ("tiles", "kv_dtype"),
+    [
+        (hopper_variant.TILES, torch.bfloat16),
+        (hopper_variant.FLOAT8_TILES, torch.float8_e4m3fn),
+    ],
+)
+def test_tiles_fit_into_shared_memory(tiles, kv_dtype):
+    for dims, tile in tiles.items():
+        shape = LayerShape(8, 2, *dims, torch.bfloat16, kv_dtype, 16)
+        used = hopper_variant.shared_bytes(shape, 2, tile.block_n, tile.stages, hopper_variant.form_of(shape))
+        assert used <= hopper_variant.SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("consumers", "form", "float8"),
+    [
+        (2, FORM, False),
+        (2, f"{FORM} roomy", False),
+        (3, FORM, False),
+        (1, FORM, True),
+        (2, FORM, True),
+    ],
+)
+def test_registers_are_those_of_a_multiprocessor(consumers, form, float8):
+    warps, registers = hopper_variant.partitions_of(consumers, form, float8)
+    assert len(warps) == len(registers) == consumers + float8
+    first = registers[0] if consumers > 1 else 0
+    assert all(count % 8 == 0 for count in registers) and 128 * (first + sum(registers)) <= 65536
+
+
+def test_a_float8_cache_has_no_third_consumer():
+    with pytest.raises(ValueError, match="two consumers at most"):
+        hopper_variant.partitions_of(3, FORM, True)
 
 
 def test_tensor_maps_keep_no_memory():

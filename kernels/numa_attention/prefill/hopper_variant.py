@@ -49,7 +49,8 @@ TILES = {
     (192, 128): HopperTile(128, 2),
     (256, 256): HopperTile(64, 2),
 }
-# the same for a float8 cache, of which values take two buffers, one of them transposed
+# the same for an e4m3 cache, of which values take two buffers, one of them transposed. Not measured: the dispatcher
+# leaves such caches to the portable kernel
 FLOAT8_TILES = {
     (64, 64): HopperTile(128, 3),
     (128, 128): HopperTile(128, 3),
@@ -113,8 +114,13 @@ def shared_bytes(shape: LayerShape, consumers: int, block_n: int, stages: int, f
 def partitions_of(consumers: int, form: str, float8: bool) -> tuple[list[int], list[int]]:
     """Warps, and registers of a thread, of all partitions but the first consumer, which gets the rest of an SM's.
 
-    Consumers, the transposer of a float8 cache's values, the producer: each in warpgroups of its own.
+    Consumers, the transposer of a float8 cache's values, the producer: each in warpgroups of its own. Raises ValueError
+    for more consumers than there are registers for.
     """
+    if float8 and consumers > MAX_FLOAT8_CONSUMERS:
+        raise ValueError(
+            f"{NAME} over a float8 cache has two consumers at most: give it at most {MAX_FLOAT8_CONSUMERS * ROWS} rows"
+        )
     if float8:
         return [4] * consumers + [1], [208] * (consumers - 1) + [72, 24]
     if consumers == MAX_CONSUMERS:
