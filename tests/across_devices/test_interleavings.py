@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from merging_ranks import random_step
+from merging_ranks import interpreted, random_step
 
 from numa_attention import across_devices
 from numa_attention.ranks import LostRank
 from numa_attention.testing.interleaving import NO_FAULTS, Faults, Interleaving, recording
 from numa_attention.testing.ranks import pretend_workspaces
 
+pytestmark = interpreted
 Q_HEADS, COLUMNS = 6, 16
 
 

@@ -15,6 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import long_context  # noqa: E402
+from merging_ranks import interpreted  # noqa: E402
 from placements import Layer, make_data  # noqa: E402
 
 from numa_attention import across_devices  # noqa: E402
@@ -79,6 +80,7 @@ def rows(tmp_path_factory) -> list[long_context.Row]:
     return both[0]
 
 
+@interpreted
 def test_every_placement_runs_and_is_right(rows):
     assert [row.case for row in rows] == [1, 2, 3, 4, 5, 6]
     fused = [row.case for row in rows if row.fused_us is not None]
@@ -86,6 +88,7 @@ def test_every_placement_runs_and_is_right(rows):
     assert all(row.collectives_us > 0 for row in rows)
 
 
+@interpreted
 def test_bytes_of_each_placement(rows):
     whole = 512 * 2 * 32 * 4
     assert [row.kv_bytes for row in rows] == [whole, whole // 2, whole, whole // 2, whole // 2, whole // 2]
@@ -98,6 +101,7 @@ def test_bytes_of_each_placement(rows):
     assert [row.fused_bytes for row in rows] == [None, merged + 8, None, merged + 8, None, merged + 8]
 
 
+@interpreted
 def test_the_table_shows_ratios(rows, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     timed = [replace(row, fused_us=row.fused_us and 10.0, collectives_us=20.0) for row in rows]

@@ -6,12 +6,14 @@ import time
 
 import pytest
 import torch
-from merging_ranks import random_step
+from merging_ranks import interpreted, random_step
 
 from numa_attention.across_devices import BUFFERS, Workspace, bytes_needed, gather, merge, try_out
 from numa_attention.ranks import LostRank
 from numa_attention.testing.interleaving import Interleaving, recording
 from numa_attention.testing.ranks import pretend_memories, pretend_workspaces
+
+pytestmark = interpreted
 
 
 def merge_beside_one_another(step, workspaces) -> None:

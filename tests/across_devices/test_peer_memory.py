@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric
+from merging_ranks import interpreted
 from test_long_context import on_two_ranks
 
 from numa_attention import across_devices, peer_memory
 from numa_attention.peer_memory import MULTICAST_OFF, Unreachable
 
+pytestmark = interpreted
 SIZE = dict(max_tokens=2, q_heads=4, head_dim_v=16)
 BEGIN = (512, 256)  # where each rank's piece lies in its allocation
 CPU = torch.device("cpu")

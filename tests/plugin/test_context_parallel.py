@@ -27,7 +27,13 @@ def results(tmp_path_factory):
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), *sys.path])
     done = subprocess.run(
         [sys.executable, "-m", "plugin.rank_steps", model, folder / "store"],
-        env=os.environ | {"NUMA_SWIZZLE_KERNELS": "torch", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env=os.environ
+        | {
+            "NUMA_SWIZZLE_KERNELS": "torch",
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
