@@ -57,7 +57,7 @@ class _Dead(BaseException):
 
 
 @dataclass
-class _Agent:
+class _Runner:
     """One workgroup of one rank.
 
     late: stores that have yet to arrive: (builder's store, pointers, values, mask). seen: by address, what it found
@@ -98,7 +98,7 @@ class Interleaving:
         self._pieces = [
             (memory.own.data_ptr(), memory.own.data_ptr() + memory.own.nbytes) for memory in memories
         ]
-        self._agents: list[_Agent] = []
+        self._runners: list[_Runner] = []
         self._events = 0
         self._accesses: dict[int, int] = dict.fromkeys(range(len(memories)), 0)
         self._local = threading.local()
@@ -106,17 +106,17 @@ class Interleaving:
 
     def run(self, launches: Sequence[Sequence[Launch]]) -> None:
         """launches: by rank. Raises what a kernel raised, and RuntimeError where nobody can go on."""
-        self._agents = [
-            _Agent(rank, workgroup)
+        self._runners = [
+            _Runner(rank, workgroup)
             for rank, own in enumerate(launches)
             if own
             for workgroup in range(own[0].workgroups)
         ]
         # equally fast, or up to a thousand times slower than another
-        self._speeds = {id(agent): 10 ** self._random.uniform(-3, 0) for agent in self._agents}
+        self._speeds = {id(runner): 10 ** self._random.uniform(-3, 0) for runner in self._runners}
         threads = [
-            threading.Thread(target=self._work, args=(agent, launches[agent.rank]), daemon=True)
-            for agent in self._agents
+            threading.Thread(target=self._work, args=(runner, launches[runner.rank]), daemon=True)
+            for runner in self._runners
         ]
         builder = upstream.interpreter_builder
         kind = builder.__class__
@@ -129,43 +129,43 @@ class Interleaving:
                 self._done.acquire()
             finally:
                 builder.__class__ = kind
-        for agent in self._agents:
-            if agent.failure is not None:
-                raise agent.failure
+        for runner in self._runners:
+            if runner.failure is not None:
+                raise runner.failure
 
     # ---- on the threads of the workgroups ----
 
-    def _work(self, agent: _Agent, launches: Sequence[Launch]) -> None:
-        self._local.agent = agent
-        agent.turn.acquire()
+    def _work(self, runner: _Runner, launches: Sequence[Launch]) -> None:
+        self._local.runner = runner
+        runner.turn.acquire()
         try:
             with np.errstate(all="ignore"):
                 for number, launch in enumerate(launches):
-                    while not self._stream_is_at(agent.rank, number):
-                        self._live(agent)
-                        agent.idle = self._events
+                    while not self._stream_is_at(runner.rank, number):
+                        self._live(runner)
+                        runner.idle = self._events
                         self._switch()
                     self._execute(launch)
-                    self._deliver(agent, whole=True)
-                    agent.finished += 1
+                    self._deliver(runner, whole=True)
+                    runner.finished += 1
                     self._events += 1
         except _Dead:
-            self._deliver(agent, whole=False)
+            self._deliver(runner, whole=False)
         except BaseException as error:
-            agent.failure = error
-        agent.ended = True
+            runner.failure = error
+        runner.ended = True
         following = self._next()
         (self._done if following is None else following.turn).release()
 
-    def _live(self, agent: _Agent) -> None:
+    def _live(self, runner: _Runner) -> None:
         """Ends the thread of a workgroup whose rank is dead by now."""
-        accesses = self._accesses[agent.rank]
-        if accesses > self._faults.dies.get(agent.rank, accesses):
+        accesses = self._accesses[runner.rank]
+        if accesses > self._faults.dies.get(runner.rank, accesses):
             raise _Dead
 
     def _stream_is_at(self, rank: int, number: int) -> bool:
         """Whether all earlier launches of a rank are over."""
-        return all(other.finished >= number for other in self._agents if other.rank == rank)
+        return all(other.finished >= number for other in self._runners if other.rank == rank)
 
     def _execute(self, launch: Launch) -> None:
         kernel = merge_across_kernel
@@ -173,35 +173,35 @@ class Interleaving:
             *launch.arguments, **launch.constants
         )
 
-    def _next(self) -> _Agent | None:
-        able = [agent for agent in self._agents if not agent.ended]
+    def _next(self) -> _Runner | None:
+        able = [runner for runner in self._runners if not runner.ended]
         if not able:
             return None
-        able = [agent for agent in able if agent.idle != self._events] or able
-        return self._random.choices(able, [self._speeds[id(agent)] for agent in able])[0]
+        able = [runner for runner in able if runner.idle != self._events] or able
+        return self._random.choices(able, [self._speeds[id(runner)] for runner in able])[0]
 
     def _switch(self) -> None:
         """Let some workgroup go on, maybe this one."""
-        agent = self._local.agent
+        runner = self._local.runner
         following = self._next()
-        if following is not agent:
+        if following is not runner:
             following.turn.release()
-            agent.turn.acquire()
+            runner.turn.acquire()
 
-    def access(self) -> _Agent:
+    def access(self) -> _Runner:
         """Called before each access to shared memory."""
-        agent = self._local.agent
-        self._accesses[agent.rank] += 1
-        self._live(agent)
+        runner = self._local.runner
+        self._accesses[runner.rank] += 1
+        self._live(runner)
         self._switch()
-        for other in self._agents:
+        for other in self._runners:
             if other.late and self._random.random() < 0.3:
                 self._deliver(other, whole=False)
-        return agent
+        return runner
 
-    def _deliver(self, agent: _Agent, whole: bool) -> None:
+    def _deliver(self, runner: _Runner, whole: bool) -> None:
         """Let stores of a workgroup arrive: all, or some elements of some."""
-        for entry in agent.late:
+        for entry in runner.late:
             store, pointers, values, mask = entry
             arriving = mask.data.copy()
             if not whole:
@@ -212,7 +212,7 @@ class Interleaving:
             store(pointers, values, upstream.TensorHandle(arriving, mask.dtype))
             entry[3] = upstream.TensorHandle(mask.data & ~arriving, mask.dtype)
             self._events += bool(arriving.any())
-        agent.late = [entry for entry in agent.late if entry[3].data.any()]
+        runner.late = [entry for entry in runner.late if entry[3].data.any()]
 
     def owner(self, pointers: np.ndarray, mask: np.ndarray) -> int | None:
         """The rank in whose piece of memory the accessed elements are, None for private memory."""
@@ -224,16 +224,16 @@ class Interleaving:
                 return rank
         return None
 
-    def release(self, agent: _Agent, sem, scope) -> None:
+    def release(self, runner: _Runner, sem, scope) -> None:
         """What an atomic of this ordering waits for."""
         if sem in RELEASING and scope == SYSTEM and not self._faults.ignore_release:
-            self._deliver(agent, whole=True)
+            self._deliver(runner, whole=True)
 
-    def looked(self, agent: _Agent, address: int, value: int) -> None:
+    def looked(self, runner: _Runner, address: int, value: int) -> None:
         """An atomic that changes nothing found this value; the same as the time before is nothing new."""
-        if agent.seen.get(address) == value:
-            agent.idle = self._events
-        agent.seen[address] = value
+        if runner.seen.get(address) == value:
+            runner.idle = self._events
+        runner.seen[address] = value
 
     def happened(self) -> None:
         """Something that others may wait for."""
@@ -241,11 +241,11 @@ class Interleaving:
 
     @property
     def workgroup(self) -> int:
-        return self._local.agent.workgroup
+        return self._local.runner.workgroup
 
     @property
     def workgroups(self) -> int:
-        return 1 + max(agent.workgroup for agent in self._agents if agent.rank == self._local.agent.rank)
+        return 1 + max(runner.workgroup for runner in self._runners if runner.rank == self._local.runner.rank)
 
 
 def _watching(kind: type, run: Interleaving) -> type:
@@ -269,18 +269,18 @@ def _watching(kind: type, run: Interleaving) -> type:
             owner = run.owner(ptrs.data, mask.data)
             if owner is None:
                 return super().create_masked_store(ptrs, value, mask, *rest)
-            agent = run.access()
-            if owner == agent.rank:
+            runner = run.access()
+            if owner == runner.rank:
                 return super().create_masked_store(ptrs, value, mask, *rest)
             store = super().create_masked_store
-            agent.late.append([lambda p, v, m: store(p, v, m, *rest), ptrs, value, mask])
+            runner.late.append([lambda p, v, m: store(p, v, m, *rest), ptrs, value, mask])
 
         def create_atomic_rmw(self, operation, ptr, val, mask, sem, scope):
-            agent = run.access()
-            run.release(agent, sem, scope)
+            runner = run.access()
+            run.release(runner, sem, scope)
             found = super().create_atomic_rmw(operation, ptr, val, mask, sem, scope)
             if operation == LOOK:
-                run.looked(agent, int(ptr.data.item()), int(found.data.item()))
+                run.looked(runner, int(ptr.data.item()), int(found.data.item()))
             else:
                 run.happened()
             return found
