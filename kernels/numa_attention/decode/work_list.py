@@ -1,10 +1,11 @@
 """The work list of a decode step: which workgroup reads which KV tiles of which request.
 
 A *unit* is one (request, KV head, row block): one packed GQA tile and all the KV tiles it reads. A request of n query
-tokens has ceil(n * group / block_m) row blocks. Units are laid one after the other, request by request, and the line of
-all their tiles is cut into equal contiguous ranges, one a workgroup. A unit that lies in several ranges is *split*; its
-parts are merged by the workgroup that arrives last. Equal ranges balance uneven lengths, fill the device at batch 1,
-and leave at most two partial results a workgroup.
+tokens has ceil(n * group / block_m) row blocks. Units are laid one after the other, KV head by KV head and in each
+request by request, and the line of all their tiles is cut into equal contiguous ranges, one a workgroup. A unit that
+lies in several ranges is *split*; its parts are merged by the workgroup that arrives last. Equal ranges balance uneven
+lengths, fill the device at batch 1, and leave at most two partial results a workgroup. As every head's stretch of the
+line is cut alike, all heads of a token, which lie side by side in its page, are read at about the same time.
 
 The list has two arrays, built by `build_on_device` (one launch, no host synchronisation) or `build_on_host` (the same
 definition in numpy):
@@ -81,9 +82,9 @@ def build_on_host(
     # a request with queries but no keys still has its output written: it takes one empty tile
     tiles = np.maximum(-(-shard.count(seq_lens) // block_n) - begin, 1)
     blocks = blocks[requests]
-    units = kv_heads * blocks
-    first_unit = np.cumsum(units) - units
-    unit_begin = np.concatenate(([0], np.cumsum(np.repeat(tiles, units))))
+    first_unit = np.cumsum(blocks) - blocks  # among those of a head
+    head_units = int(blocks.sum())
+    unit_begin = np.concatenate(([0], np.cumsum(np.tile(np.repeat(tiles, blocks), kv_heads))))
     total = int(unit_begin[-1])
     used = min(workgroups, -(-total // min_tiles))
     bounds = np.arange(used + 1) * total // used
@@ -95,14 +96,13 @@ def build_on_host(
         last = int(np.searchsorted(unit_begin, high, side="left")) - 1
         ranges[row_of(workgroup, used, workgroups, domains)] = (first + workgroup, last - first + 1)
         unit = np.arange(first, last + 1)
-        active = np.searchsorted(first_unit, unit, side="right") - 1
-        own = unit - first_unit[active]
+        active = np.searchsorted(first_unit, unit % head_units, side="right") - 1
         start = begin[active] - unit_begin[unit]
         items[unit + workgroup] = np.stack(
             (
                 first_request + requests[active],
-                own // blocks[active],
-                own % blocks[active],
+                unit // head_units,
+                unit % head_units - first_unit[active],
                 start + np.maximum(low, unit_begin[unit]),
                 start + np.minimum(high, unit_begin[unit + 1]),
                 workgroup - first_of[unit],

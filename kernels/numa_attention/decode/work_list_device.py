@@ -44,13 +44,14 @@ def work_list_kernel(
     else:
         b_begin = tl.zeros_like(b_seq)
     b_blocks = (b_query * GROUP + BLOCK_M - 1) // BLOCK_M  # 0 for padding requests
-    b_units = b_blocks * KV_HEADS
     b_held = local_count(b_seq, RANKS, RANK, INTERLEAVE)
     b_tiles = tl.maximum((b_held + BLOCK_N - 1) // BLOCK_N - b_begin, 1)
-    b_weight = b_tiles.to(tl.int64) * b_units
+    b_weight = b_tiles.to(tl.int64) * b_blocks  # of one KV head
     b_end = tl.cumsum(b_weight, 0)
-    b_first_unit = tl.cumsum(b_units, 0) - b_units
-    total = tl.sum(b_weight, 0)
+    b_first_unit = tl.cumsum(b_blocks, 0) - b_blocks
+    head_tiles = tl.sum(b_weight, 0)
+    head_units = tl.sum(b_blocks, 0)
+    total = head_tiles * KV_HEADS
     used = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, workgroups)
     # the used ranges are divided evenly over the domains, each of which has workgroups / DOMAINS rows
     domain = row // (workgroups // DOMAINS)
@@ -64,23 +65,24 @@ def work_list_kernel(
     count = low * 0
     tile = low
     while tile < high:
-        request = tl.sum((b_end <= tile).to(tl.int32), 0)
+        kv_head = tile // head_tiles
+        head_start = kv_head * head_tiles
+        request = tl.sum((b_end <= tile - head_start).to(tl.int32), 0)
         m_own = o_r == request
         tiles = tl.sum(tl.where(m_own, b_tiles, 0), 0)
         begin = tl.sum(tl.where(m_own, b_begin, 0), 0)
-        blocks = tl.sum(tl.where(m_own, b_blocks, 0), 0)
         first_unit = tl.sum(tl.where(m_own, b_first_unit, 0), 0)
-        request_start = tl.sum(tl.where(m_own, b_end - b_weight, 0), 0)
-        unit = (tile - request_start) // tiles
-        start = request_start + unit * tiles
+        request_start = head_start + tl.sum(tl.where(m_own, b_end - b_weight, 0), 0)
+        block = (tile - request_start) // tiles
+        start = request_start + block * tiles
         end = start + tiles
         first_workgroup = ((start + 1) * used - 1) // total
         last_workgroup = (end * used - 1) // total
-        item = first_unit + unit + workgroup
+        item = kv_head * head_units + first_unit + block + workgroup
         p_item = items + item * 8
         tl.store(p_item, first_request + request)
-        tl.store(p_item + 1, (unit // blocks).to(tl.int32))
-        tl.store(p_item + 2, (unit % blocks).to(tl.int32))
+        tl.store(p_item + 1, kv_head.to(tl.int32))
+        tl.store(p_item + 2, block.to(tl.int32))
         tl.store(p_item + 3, (begin + tile - start).to(tl.int32))
         tl.store(p_item + 4, (begin + tl.minimum(end, high) - start).to(tl.int32))
         tl.store(p_item + 5, (workgroup - first_workgroup).to(tl.int32))
