@@ -80,7 +80,7 @@ def checked(form: str) -> bool:
     return done.returncode == 0
 
 
-def tune(case: Case, forms: list[str], deadline: float) -> None:
+def tune(case: Case, forms: list[str], workgroups: list[int], deadline: float) -> None:
     """Time all candidates of one case and FlashAttention-3."""
     tensors = make_tensors(case)
     copies = len(tensors.kv)
@@ -90,10 +90,10 @@ def tune(case: Case, forms: list[str], deadline: float) -> None:
     fa3 = time_calls(peer, copies)
     print(f"{case.name} FA3 {fa3 * 1e6:.1f} us {case.kv_bytes / fa3 / 1e12:.2f} TB/s", flush=True)
     needed = case.q_heads // case.kv_heads * case.query_len
-    for rows in (16, 32, 64):
+    for rows in (8, 16, 32, 64):
         if rows < min(needed, 64) or rows > max(16, 2 * needed):
             continue
-        for per_unit in (2, 1):
+        for per_unit in workgroups:
             for form in forms:
                 variant = candidate(case, rows, form, per_unit)
                 if variant is None or time.time() > deadline:
@@ -125,6 +125,7 @@ def main(
     kv_dtype: Annotated[str, typer.Option(help="bf16, fp8 or both.")] = "both",
     rows: Annotated[str, typer.Option(help="Rows of the table of shapes, such as 0,6; all by default.")] = "",
     forms: Annotated[str, typer.Option(help="Forms to try.")] = "two-stage,four-stage",
+    workgroups: Annotated[str, typer.Option(help="Workgroups an SM to try.")] = "2,1",
     query_len: Annotated[int, typer.Option(min=1, max=8, help="New tokens a request.")] = 1,
     seconds: Annotated[int, typer.Option(help="Time for all of it.")] = 240,
     skip_check: Annotated[bool, typer.Option(help="Time without checking the forms first.")] = False,
@@ -139,7 +140,7 @@ def main(
         for index in map(int, rows.split(",")) if rows else range(len(cases)):
             if time.time() < deadline:
                 print(f"-- {name}", flush=True)
-                tune(cases[index], chosen, deadline)
+                tune(cases[index], chosen, list(map(int, workgroups.split(","))), deadline)
 
 
 if __name__ == "__main__":

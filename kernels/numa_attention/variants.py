@@ -278,21 +278,20 @@ def choose_prefill(
 ) -> Variant:
     """The prefill variant for a layer shape. kernels: "triton" or "torch". aiter, features: see `aiter_adapter`.
 
-    A mapping that is asked for keeps to the kernels that have it. kernel: "hopper-prefill" for the kernel of sm_90,
-    which the dispatcher does not choose by itself before it has been measured there. Raises UnsupportedShape where it
-    does not take the layer, ValueError for another name.
+    A mapping that is asked for keeps to the kernels that have it. On sm_90 hopper-prefill is chosen where it takes the
+    layer. kernel: "hopper-prefill" or "portable-prefill" insists on one of them: raises UnsupportedShape where it does
+    not take the layer, ValueError for another name.
     """
     own = kernels != "triton" or mapping is not None
     if not own and aiter_adapter.chosen("prefill", shape, topology, aiter, features):
         return Variant(aiter_adapter.PREFILL, "prefill", 128, 128, 4, 1, 0, "block-first", 1)
+    known = (hopper_prefill_variant.NAME, "portable-prefill")
+    hopper_obstacle = _hopper_obstacle(shape, topology, kernels, kernel, known, hopper_prefill_variant.why_not)
     obstacle = _cdna5_obstacle(shape, topology, kernels)
     form = ""
-    if kernel is not None:
-        _check_hopper(
-            shape, topology, kernels, kernel, hopper_prefill_variant.NAME, hopper_prefill_variant.why_not
-        )
+    if hopper_obstacle is None:
         hopper = hopper_prefill_variant.tile_of(shape)
-        name, form = kernel, hopper_prefill_variant.form_of(shape)
+        name, form = hopper_prefill_variant.NAME, hopper_prefill_variant.form_of(shape)
         # four warps of each consumer of 64 rows, and those of the producer
         tile = Tile(MAX_HEAD_DIM, 2 * hopper_prefill_variant.ROWS, hopper.block_n, 12, hopper.stages)
     elif obstacle is None:
@@ -316,7 +315,7 @@ def choose_prefill(
         or dispatch.prefill_mapping(machine_of(topology), shape.q_heads, shape.kv_heads, shape.head_dim),
         topology.dispatch_domains,
         form,
-        f"cdna5-prefill {obstacle}" if obstacle else "",
+        _not_taken("cdna5-prefill", obstacle) or _not_taken(hopper_prefill_variant.NAME, hopper_obstacle),
         in_float16=_in_float16(shape, topology),
     )
     return with_matrix_shape(variant, shape, topology)
@@ -342,21 +341,24 @@ def choose_decode(
 ) -> Variant:
     """The decode variant for a layer shape and the most query tokens a decoding request has; see `choose_prefill`.
 
-    kernel: "hopper-decode" for the kernel of sm_90, which the dispatcher does not choose by itself before it has been
-    measured there. Raises UnsupportedShape where it does not take the layer, ValueError for another name.
+    On sm_90 hopper-decode is chosen where it takes the layer. kernel: "hopper-decode" or "portable-decode" insists on
+    one of them: raises UnsupportedShape where it does not take the layer, ValueError for another name.
     """
     own = kernels != "triton" or mapping is not None
     if not own and aiter_adapter.chosen(
         "decode", shape, topology, aiter, features, max_decode_query=max_decode_query
     ):
         return Variant(aiter_adapter.DECODE, "decode", 16, aiter_adapter.PARTITION, 4, 1, 1, "block-first", 1)
-    rows = min(max(next_power_of_2(shape.group * max_decode_query), MIN_DOT_ROWS), DECODE_MAX_ROWS)
+    packed = next_power_of_2(shape.group * max_decode_query)
+    rows = min(max(packed, MIN_DOT_ROWS), DECODE_MAX_ROWS)
+    known = (hopper_variant.NAME, "portable-decode")
+    hopper_obstacle = _hopper_obstacle(shape, topology, kernels, kernel, known, hopper_variant.why_not)
     obstacle = _cdna5_obstacle(shape, topology, kernels)
     per_unit = None
-    if kernel is not None:
-        _check_hopper(shape, topology, kernels, kernel, "hopper-decode", hopper_variant.why_not)
+    if hopper_obstacle is None:
+        rows = hopper_variant.rows_of(packed)
         hopper = hopper_variant.tile_of(shape, rows)
-        name, form, per_unit = kernel, hopper.form, hopper.workgroups_per_unit
+        name, form, per_unit = hopper_variant.NAME, hopper.form, hopper.workgroups_per_unit
         tile = Tile(MAX_HEAD_DIM, rows, hopper.block_n, 4, hopper.stages)
     elif obstacle is None:
         cdna5 = cdna5_variant.tile_of(shape)
@@ -376,7 +378,7 @@ def choose_decode(
         _decode_mapping(mapping),
         topology.dispatch_domains,
         form,
-        f"cdna5-decode {obstacle}" if obstacle else "",
+        _not_taken("cdna5-decode", obstacle) or _not_taken(hopper_variant.NAME, hopper_obstacle),
         in_float16=_in_float16(shape, topology),
     )
     return with_matrix_shape(variant, shape, topology)
@@ -435,15 +437,27 @@ def _cdna5_obstacle(shape: LayerShape, topology: Topology, kernels: str) -> str 
     return cdna5_variant.why_not(shape, triton_release())
 
 
-def _check_hopper(
-    shape: LayerShape, topology: Topology, kernels: str, kernel: str, known: str, why_not: Callable
-) -> None:
-    if kernel != known:
-        raise ValueError(f"kernel={kernel!r} is unknown: the only one to ask for is {known}.")
-    if topology.generation != "sm_90" or kernels != "triton":
-        raise UnsupportedShape(
-            f"{kernel} runs on sm_90 with Triton, not on {topology.generation} with {kernels}."
-        )
+def _hopper_obstacle(
+    shape: LayerShape, topology: Topology, kernels: str, kernel: str | None, known: tuple[str, str], why_not: Callable
+) -> str | None:  # fmt: skip
+    """Why a kernel for sm_90 does not run a layer: None if it does, "" where it is not meant to.
+
+    kernel: the one of `known`, that for sm_90 and the portable one, that is insisted on.
+    """
+    if kernel is not None and kernel not in known:
+        raise ValueError(f"kernel={kernel!r} is unknown: {' and '.join(known)} are the ones to ask for.")
+    own, portable = known
+    meant = topology.generation == "sm_90" and kernels == "triton"
+    if kernel == own and not meant:
+        raise UnsupportedShape(f"{own} runs on sm_90 with Triton, not on {topology.generation} with {kernels}.")
+    if not meant or kernel == portable:
+        return ""
     reason = why_not(shape, triton_release())
-    if reason is not None:
-        raise UnsupportedShape(f"{kernel} {reason}.")
+    if kernel == own and reason is not None:
+        raise UnsupportedShape(f"{own} {reason}.")
+    return reason
+
+
+def _not_taken(name: str, obstacle: str | None) -> str:
+    """What the log says of a kernel that does not take a layer that it is meant for."""
+    return f"{name} {obstacle}" if obstacle else ""

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention import scores
 from numa_attention.decode.hopper_copies import produce
-from numa_attention.decode.hopper_products import multiply_keys, multiply_values, part_dim, query_dim
+from numa_attention.decode.hopper_products import multiply_keys, multiply_values, part_dim
 from numa_attention.decode.hopper_splits import arrive_last, merge_parts, part_slot, store_part
 from numa_attention.gluon_compat import thread_barrier
 
@@ -37,36 +37,41 @@ power_of_two_below = gluon.jit(scores.power_of_two_below.fn)
 @gluon.jit
 def load_query(
     q, shared_q, query_start, query_len, kv_head, row_block, q_token_stride, q_head_stride,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, FLOAT8: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, TERMS: gl.constexpr,
     QUERY: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
-    """Put a packed query tile into shared memory, in parts; the factors [M] by which its scores are too small.
+    """Put a packed query tile into shared memory, in columns; the factors [M] by which its scores are too small.
 
-    For a float8 cache the products are in float16, whose range a row is scaled into by a power of two.
+    For a float8 cache a row is scaled by a power of two, and each of its numbers becomes a sum of TERMS float8 numbers:
+    each adds four bits to the significand, so that two are a bfloat16, and three a float16, down to 2^-17 of the row's
+    largest number.
     """
     o_row = row_block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, QUERY))
-    PARTS: gl.constexpr = 2 * COLUMNS if FLOAT8 else COLUMNS
-    o_column = gl.arange(0, WIDTH // 2 if FLOAT8 else WIDTH, gl.SliceLayout(0, QUERY))
+    o_column = gl.arange(0, WIDTH, gl.SliceLayout(0, QUERY))
     m_row = o_row // GROUP < query_len
     o_token = (query_start + o_row // GROUP).to(gl.int64)
     o_head = kv_head * GROUP + o_row % GROUP
     p_row = q + o_token * q_token_stride + o_head * q_head_stride
-    if FLOAT8:
+    if TERMS > 1:
         b_parts = ()
         b_max = gl.zeros((BLOCK_M,), gl.float32, gl.SliceLayout(1, QUERY))
-        for part in gl.static_range(PARTS):
-            p_q = p_row[:, None] + query_dim(part, o_column, FLOAT8, WIDTH)[None, :]
+        for column in gl.static_range(COLUMNS):
+            p_q = p_row[:, None] + (column * WIDTH + o_column)[None, :]
             b_q = gl.load(p_q, mask=m_row[:, None], other=0.0).to(gl.float32)
             b_parts = b_parts + (b_q,)
             b_max = gl.maximum(b_max, gl.max(gl.abs(b_q), 1))
-        b_factor = power_of_two_below(b_max)
-        for part in gl.static_range(PARTS):
-            shared_q.index(part).store((b_parts[part] / b_factor[:, None]).to(gl.float16))
+        b_factor = power_of_two_below(b_max) / 128.0  # the largest is 128 to 256 of the 448 that float8 has
+        for column in gl.static_range(COLUMNS):
+            b_left = b_parts[column] / b_factor[:, None]
+            for term in gl.static_range(TERMS):
+                b_term = b_left.to(shared_q.dtype)
+                shared_q.index(column * TERMS + term).store(b_term)
+                b_left = b_left - b_term.to(gl.float32)
         b_factor = gl.convert_layout(b_factor, ROW)
     else:
-        for part in gl.static_range(PARTS):
-            p_q = p_row[:, None] + query_dim(part, o_column, FLOAT8, WIDTH)[None, :]
-            shared_q.index(part).store(gl.load(p_q, mask=m_row[:, None], other=0.0))
+        for column in gl.static_range(COLUMNS):
+            p_q = p_row[:, None] + (column * WIDTH + o_column)[None, :]
+            shared_q.index(column).store(gl.load(p_q, mask=m_row[:, None], other=0.0))
         b_factor = gl.full((BLOCK_M,), 1.0, gl.float32, ROW)
     hopper.fence_async_shared()
     return b_factor
@@ -75,14 +80,15 @@ def load_query(
 @gluon.jit
 def begin_softmax(
     b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len, scale, soft_cap,
-    BLOCK_N: gl.constexpr, TRANSPOSED: gl.constexpr, WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr, FLOAT8: gl.constexpr,
+    BLOCK_N: gl.constexpr, SCORES: gl.constexpr, ROWS_FIRST: gl.constexpr, WINDOW: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr, FLOAT8: gl.constexpr,
 ):  # fmt: skip
-    """First half, from S^T [N, M]: scores in base 2 [M, N], the new maximum [M], and what older sums shrink by [M]."""
-    o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, TRANSPOSED))
-    b_s = gl.permute(b_s, (1, 0))
+    """First half: scores in base 2 [M, N], the new maximum [M], and what older sums shrink by [M]."""
+    o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+    if not ROWS_FIRST:
+        b_s = gl.permute(b_s, (1, 0))
     if FLOAT8:
-        b_s = b_s * b_factor[:, None]
+        scale = (b_factor * scale)[:, None]
     b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP, HAS_ALIBI)
     if (tile < interior_begin) | (tile >= interior_end):
         b_s = gl.where(visible(o_position, o_key, seq_len, CAUSAL, WINDOW), b_s, float("-inf"))
@@ -136,12 +142,15 @@ def consume(
     STAGES: gl.constexpr, FORM: gl.constexpr, FLOAT8: gl.constexpr, E5M2: gl.constexpr, WINDOW: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SCALES: gl.constexpr, FAN_IN: gl.constexpr, IN_FLIGHT: gl.constexpr,
-    ACC_S: gl.constexpr, ACC_O: gl.constexpr, QUERY: gl.constexpr, COPY: gl.constexpr,
+    TERMS: gl.constexpr, ROWS_FIRST: gl.constexpr, ACC_S: gl.constexpr, ACC_O: gl.constexpr, QUERY: gl.constexpr, COPY: gl.constexpr,
     WORDS: gl.constexpr,
 ):  # fmt: skip
     """Attention of all items of a workgroup, from the tiles that `produce` copies."""
-    TRANSPOSED: gl.constexpr = gl.permute(gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC_S), (1, 0)).type.layout
-    ROW: gl.constexpr = gl.SliceLayout(1, TRANSPOSED)
+    if ROWS_FIRST:
+        SCORES: gl.constexpr = ACC_S
+    else:
+        SCORES: gl.constexpr = gl.permute(gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC_S), (1, 0)).type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     LATE_SUM: gl.constexpr = BLOCK_M <= 16
     first = gl.load(ranges + workgroup * 2)
     count = gl.load(ranges + workgroup * 2 + 1)
@@ -167,7 +176,7 @@ def consume(
         seq_len = gl.load(seq_lens + request)
         b_factor = load_query(
             q, shared_q, query_start, query_len, kv_head, row_block, q_token_stride, q_head_stride,
-            GROUP, BLOCK_M, COLUMNS, WIDTH, FLOAT8, QUERY, ROW,
+            GROUP, BLOCK_M, COLUMNS, WIDTH, TERMS, QUERY, ROW,
         )  # fmt: skip
         o_row = row_block * BLOCK_M + o_m
         o_query = o_row // GROUP
@@ -194,7 +203,7 @@ def consume(
 
         b_m = gl.full((BLOCK_M,), float("-inf"), gl.float32, ROW)
         if LATE_SUM:
-            b_ls = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, TRANSPOSED)
+            b_ls = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, SCORES)
         else:
             b_ls = gl.zeros((BLOCK_M,), gl.float32, ROW)
         b_accs = ()
@@ -205,14 +214,14 @@ def consume(
             slot = step % STAGES
             hopper.mbarrier.wait(full_k.index(slot), (step // STAGES) & 1)
             b_s = multiply_keys(
-                buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, WIDTH, FLOAT8, E5M2, ACC_S
+                buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, TERMS, ROWS_FIRST, ACC_S
             )
             b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
             thread_barrier()
             hopper.mbarrier.arrive(empty_k.index(slot), count=1)
             b_s, b_m, b_alpha = begin_softmax(
                 b_s, b_m, tile_begin, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
-                qk_scale, soft_cap, BLOCK_N, TRANSPOSED, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
+                qk_scale, soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
             )  # fmt: skip
             for tile in range(tile_begin, tile_end - 1):
                 slot = step % STAGES
@@ -225,9 +234,8 @@ def consume(
                     BLOCK_M,
                     BLOCK_N,
                     COLUMNS,
-                    WIDTH,
-                    FLOAT8,
-                    E5M2,
+                    TERMS,
+                    ROWS_FIRST,
                     ACC_S,
                 )  # tile + 1
                 b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM)  # tile
@@ -240,7 +248,7 @@ def consume(
                 b_next = hopper.warpgroup_mma_wait(PARTS, deps=(b_next,))
                 b_s, b_m, b_alpha = begin_softmax(
                     b_next, b_m, tile + 1, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
-                    qk_scale, soft_cap, BLOCK_N, TRANSPOSED, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
+                    qk_scale, soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
                 )  # fmt: skip  # tile + 1
                 b_accs = wait_values(b_accs, PARTS)
                 # every warp has read these buffers, which one thread gives back
@@ -268,12 +276,12 @@ def consume(
                 phase = (step // STAGES) & 1
                 hopper.mbarrier.wait(full_k.index(slot), phase)
                 b_s = multiply_keys(
-                    buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, WIDTH, FLOAT8, E5M2, ACC_S
+                    buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, TERMS, ROWS_FIRST, ACC_S
                 )
                 b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
                 b_s, b_m, b_alpha = begin_softmax(
                     b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
-                    qk_scale, soft_cap, BLOCK_N, TRANSPOSED, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
+                    qk_scale, soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
                 )  # fmt: skip
                 b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM)
                 b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
@@ -422,6 +430,8 @@ def decode_kernel(
     DOMAINS: gl.constexpr,
     FAN_IN: gl.constexpr,
     IN_FLIGHT: gl.constexpr,
+    TERMS: gl.constexpr,
+    ROWS_FIRST: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     ACC_S: gl.constexpr,
     ACC_O: gl.constexpr,
@@ -436,16 +446,16 @@ def decode_kernel(
     workgroups = gl.num_programs(0)
     program = gl.program_id(0)
     workgroup = program % DOMAINS * (workgroups // DOMAINS) + program // DOMAINS
-    if FLOAT8:
-        DTYPE: gl.constexpr = gl.float16
-    else:
-        DTYPE: gl.constexpr = q.dtype.element_ty
     buffers_k = gl.allocate_shared_memory(k_tiles.dtype, [STAGES * COLUMNS, BLOCK_N, WIDTH], k_tiles.layout)
     buffers_v = gl.allocate_shared_memory(v_tiles.dtype, [STAGES * COLUMNS, BLOCK_N, WIDTH], v_tiles.layout)
-    QUERY_PARTS: gl.constexpr = 2 * COLUMNS if FLOAT8 else COLUMNS
-    QUERY_WIDTH: gl.constexpr = WIDTH // 2 if FLOAT8 else WIDTH
-    shared_q = gl.allocate_shared_memory(DTYPE, [QUERY_PARTS, BLOCK_M, QUERY_WIDTH], SHARED_Q)
-    shared_p = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_N], SHARED_P)
+    if FLOAT8:
+        Q_TYPE: gl.constexpr = gl.float8e4nv
+        P_TYPE: gl.constexpr = gl.float16
+    else:
+        Q_TYPE: gl.constexpr = q.dtype.element_ty
+        P_TYPE: gl.constexpr = q.dtype.element_ty
+    shared_q = gl.allocate_shared_memory(Q_TYPE, [COLUMNS * TERMS, BLOCK_M, WIDTH], SHARED_Q)
+    shared_p = gl.allocate_shared_memory(P_TYPE, [BLOCK_M, BLOCK_N], SHARED_P)
     full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -465,7 +475,7 @@ def decode_kernel(
                     q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride,
                     lse_head_stride, full_k, full_v, empty_k, empty_v, buffers_k, buffers_v, shared_q, shared_p,
                     GROUP, BLOCK_M, BLOCK_N, COLUMNS, WIDTH, PARTS, STAGES, FORM, FLOAT8, E5M2, WINDOW, CAUSAL, HAS_CAP,
-                    HAS_ALIBI, HAS_SINK, HAS_LSE, HAS_SCALES, FAN_IN, IN_FLIGHT, ACC_S, ACC_O, QUERY, COPY, WORDS,
+                    HAS_ALIBI, HAS_SINK, HAS_LSE, HAS_SCALES, FAN_IN, IN_FLIGHT, TERMS, ROWS_FIRST, ACC_S, ACC_O, QUERY, COPY, WORDS,
                 ),
             ),
             (

@@ -25,6 +25,8 @@ PRODUCER_REGISTERS = {
 }  # whether a tile lies in one page: others need addresses of several
 MERGE_REGISTERS = 64  # float32 values of parts that a thread loads at a time when it merges
 THREADS = 128  # that compute
+# float8 numbers whose sum is a query's number: float8_e4m3 has 4 bits of significand, bfloat16 8 and float16 11
+TERMS = {torch.bfloat16: 2, torch.float16: 3}
 
 
 @lru_cache(maxsize=256)
@@ -36,7 +38,9 @@ def constants_of(
     rows, block_n = variant.block_m, variant.block_n
     width = min(shape.head_dim, SWIZZLE_BYTES // shape.kv_dtype.itemsize)
     float8 = shape.kv_dtype.itemsize == 1
+    rows_first = rows >= PART
     accumulator = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+    scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n if rows_first else rows, 32 if float8 else 16])
     return dict(
         GROUP=shape.group,
         BLOCK_M=rows,
@@ -60,13 +64,15 @@ def constants_of(
         DOMAINS=variant.domains if variant.mapping.startswith("swizzled") else 1,
         FAN_IN=FAN_IN,
         IN_FLIGHT=max(1, min(4, MERGE_REGISTERS * THREADS // (shape.head_dim * rows))),
+        TERMS=TERMS[shape.dtype] if float8 else 1,
+        ROWS_FIRST=rows_first,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS[chunk_of(shape.page_size, block_n) == block_n],
-        ACC_S=accumulator,
+        ACC_S=scores,
         ACC_O=accumulator,
         QUERY=gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]),
         COPY=gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]),
         WORDS=half_operand(block_n) if float8 and width == PART else gl.DotOperandLayout(0, accumulator, 2),
-        SHARED_Q=gl.NVMMASharedLayout(width if float8 else 2 * width, 16, 2),
+        SHARED_Q=gl.NVMMASharedLayout(*((width, 8) if float8 else (2 * width, 16)), 2),
         SHARED_P=gl.NVMMASharedLayout(128, 16, 2),
         BARRIER=hopper.mbarrier.MBarrierLayout(),
     )

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from numa_attention.gluon_compat import reinterpret
+from numa_attention.gluon_compat import reinterpret, thread_barrier
 
 PART = gl.constexpr(64)  # dimensions of one part of the accumulator: the rows of a wgmma
 
@@ -48,21 +48,15 @@ def unpack(b_pairs, E5M2: gl.constexpr):
 
 
 @gluon.jit
-def query_dim(part, b_column, FLOAT8: gl.constexpr, WIDTH: gl.constexpr):
-    """The dimension of column b_column of a query's part; WIDTH: numbers in a row of a tile in shared memory."""
-    if FLOAT8:
-        return (part // 2) * WIDTH + 2 * b_column + part % 2
-    else:
-        return part * WIDTH + b_column
-
-
-@gluon.jit
 def part_dim(part, b_row, FLOAT8: gl.constexpr, WIDTH: gl.constexpr):
-    """The dimension of row b_row (0 to 63) of an accumulator's part."""
-    if FLOAT8 and WIDTH == PART:  # stacked
-        return 2 * (b_row // 16 * 8 + b_row % 8) + b_row // 8 % 2
+    """The dimension of row b_row (0 to 63) of an accumulator's part. WIDTH: numbers in a row of a tile's buffer."""
+    if FLOAT8:
+        if WIDTH == PART:  # stacked
+            return 2 * (b_row // 16 * 8 + b_row % 8) + b_row // 8 % 2
+        else:
+            return (part // 2) * WIDTH + 2 * b_row + part % 2
     else:
-        return query_dim(part, b_row, FLOAT8, WIDTH)
+        return part * WIDTH + b_row
 
 
 @gluon.jit
@@ -81,26 +75,25 @@ def stack(b_even, b_odd, BLOCK_N: gl.constexpr, LEFT: gl.constexpr):
 @gluon.jit
 def multiply_keys(
     buffers_k, first_buffer, shared_q,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, FLOAT8: gl.constexpr,
-    E5M2: gl.constexpr, ACC: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr,
+    ROWS_FIRST: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Begin the raw scores S^T [N, M] of one tile; the result is there after a wait."""
-    b_s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC)
+    """Begin the raw scores of one tile, S^T [N, M], or S [M, N] with ROWS_FIRST; the result is there after a wait.
+
+    TERMS: the numbers whose sum is an element of a query.
+    """
+    if ROWS_FIRST:
+        b_s = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC)
+    else:
+        b_s = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC)
     for column in gl.static_range(COLUMNS):
-        buffer = buffers_k.index(first_buffer + column)
-        if FLOAT8:
-            b_pairs = pairs_of(buffer, BLOCK_N, WIDTH).load(gl.DotOperandLayout(0, ACC, 2))
-            b_even, b_odd = unpack(b_pairs, E5M2)
-            b_s = hopper.warpgroup_mma(
-                b_even, shared_q.index(2 * column).permute((1, 0)), b_s, use_acc=column > 0, is_async=True
-            )
-            b_s = hopper.warpgroup_mma(
-                b_odd, shared_q.index(2 * column + 1).permute((1, 0)), b_s, is_async=True
-            )
-        else:
-            b_s = hopper.warpgroup_mma(
-                buffer, shared_q.index(column).permute((1, 0)), b_s, use_acc=column > 0, is_async=True
-            )
+        keys = buffers_k.index(first_buffer + column)
+        for term in gl.static_range(TERMS):
+            queries = shared_q.index(column * TERMS + term)
+            if ROWS_FIRST:
+                b_s = hopper.warpgroup_mma(queries, keys.permute((1, 0)), b_s, use_acc=column + term > 0, is_async=True)
+            else:
+                b_s = hopper.warpgroup_mma(keys, queries.permute((1, 0)), b_s, use_acc=column + term > 0, is_async=True)
     return b_s
 
 
@@ -112,19 +105,29 @@ def multiply_values(
 ):  # fmt: skip
     """Begin O^T += V^T P^T for all parts [64, M] of the accumulator; the results are there after a wait.
 
-    edge: keys outside [key_low, key_high) lie in this tile; whatever their pages hold, NaN included, counts as zero.
+    edge: keys outside [key_low, key_high) lie in this tile; whatever their pages hold, NaN included, becomes zero.
     WORDS: the layout in which float8 values are loaded, transposed: that of a left operand, or of half of one.
     """
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     weights = shared_p.permute((1, 0))
     results = ()
+    if edge:
+        o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))
+        m_key = (o_key >= key_low) & (o_key < key_high)
+        for column in gl.static_range(COLUMNS):
+            buffer = buffers_v.index(first_buffer + column)
+            if FLOAT8:
+                buffer = pairs_of(buffer, BLOCK_N, WIDTH)
+            b_v = buffer.load(COPY)
+            buffer.store(gl.where(m_key[:, None], b_v, gl.zeros_like(b_v)))
+        if FLOAT8:
+            thread_barrier()  # other threads read what these wrote
+        else:
+            hopper.fence_async_shared()
     if FLOAT8:
         for column in gl.static_range(COLUMNS):
             buffer = buffers_v.index(first_buffer + column)
             b_pairs = pairs_of(buffer, BLOCK_N, WIDTH).permute((1, 0)).load(WORDS)
-            o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, WORDS))
-            m_key = (o_key >= key_low) & (o_key < key_high)
-            b_pairs = gl.where(m_key[None, :], b_pairs, 0)
             b_even, b_odd = unpack(b_pairs, E5M2)
             if WIDTH == PART:
                 b_left = stack(b_even, b_odd, BLOCK_N, LEFT)
@@ -137,14 +140,6 @@ def multiply_values(
                     hopper.warpgroup_mma(b_odd, weights, b_accs[2 * column + 1], is_async=True),
                 )
     else:
-        if edge:
-            o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))
-            m_key = (o_key >= key_low) & (o_key < key_high)
-            for column in gl.static_range(COLUMNS):
-                buffer = buffers_v.index(first_buffer + column)
-                b_v = buffer.load(COPY)
-                buffer.store(gl.where(m_key[:, None], b_v, 0.0))
-            hopper.fence_async_shared()
         for column in gl.static_range(COLUMNS):
             buffer = buffers_v.index(first_buffer + column)
             results = results + (

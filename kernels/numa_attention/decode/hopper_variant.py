@@ -8,11 +8,13 @@ import torch
 
 from numa_attention.shapes import LayerShape, has_plain_cache
 
+NAME = "hopper-decode"
 FORMS = ("single", "two-stage", "four-stage")
 OLDEST_TRITON = (3, 6)
 HEAD_DIMS = (64, 128, 256)
 BLOCK_N = 64  # keys of a tile: the rows of a wgmma
 PART = 64  # dimensions of one part of the accumulator, likewise
+LEAST_ROWS, MOST_ROWS = 8, 64  # as the right operand of a wgmma, and as the left one
 MAX_STAGES = 8
 SHARED_BYTES = 227 << 10  # of an SM, for its workgroups
 RESERVED_BYTES = 1 << 10  # that each workgroup takes besides its own
@@ -21,8 +23,8 @@ REGISTERS = {
     1: 255,
     2: 128,
 }  # of a thread, by workgroups of an SM: eight warps, of which the four that compute get more
-# more rows, or larger accumulators beside float8 tiles, leave no registers for two tiles of scores at a time
-FOUR_STAGE_ROWS, FOUR_STAGE_FLOAT8_HEAD_DIM = 16, 128
+# larger accumulators leave no registers for two tiles of scores at a time: rows times head_dim, by bytes of an element
+FOUR_STAGE_ACCUMULATOR = {2: 64 * 128, 1: 32 * 128}
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def rows_of(packed: int) -> int:
+    """Rows of the packed query tile for requests of so many (query token, query head) pairs, a power of two."""
+    return min(max(packed, LEAST_ROWS), MOST_ROWS)
+
+
 def stages_of(shape: LayerShape, rows: int, workgroups_per_unit: int) -> int:
     """Tiles of keys and of values that a workgroup's share of the shared memory holds beside queries and weights."""
     share = SHARED_BYTES // workgroups_per_unit - RESERVED_BYTES - BARRIER_BYTES
@@ -70,8 +77,7 @@ def stages_of(shape: LayerShape, rows: int, workgroups_per_unit: int) -> int:
 
 def tile_of(shape: LayerShape, rows: int) -> HopperTile:
     """The tile for a layer that the kernel takes and packed query tiles of `rows` rows."""
-    float8 = shape.kv_dtype.itemsize == 1
-    fits = rows <= FOUR_STAGE_ROWS and not (float8 and shape.head_dim > FOUR_STAGE_FLOAT8_HEAD_DIM)
+    fits = rows * shape.head_dim <= FOUR_STAGE_ACCUMULATOR[shape.kv_dtype.itemsize]
     form = "four-stage" if fits else "two-stage"
     # two workgroups hide each other's waits, where each can still copy ahead
     for workgroups in (2, 1):
