@@ -1,7 +1,7 @@
 """CPU time of a step's plan and of a layer's call, outside of graphs, on this GPU.
 
     python benchmarks/overhead.py
-    python benchmarks/overhead.py --requests 256 --kernel hopper-decode
+    python benchmarks/overhead.py --requests 256 --kernel portable-decode
 
 Both are timed while the GPU has work enough to be behind, so that nothing waits for it: medians of many calls. These
 times matter in steps that run without a graph; in a graph there are none.
@@ -53,7 +53,7 @@ def cpu_us(call: Callable[[], object]) -> float:
 def main(
     requests: Annotated[int, typer.Option(min=1, help="Requests of the step.")] = 256,
     length: Annotated[int, typer.Option(min=1, help="Cached tokens of each.")] = 512,
-    kernel: Annotated[str | None, typer.Option(help="hopper-decode: that kernel.")] = None,
+    kernel: Annotated[str | None, typer.Option(help="hopper-decode or portable-decode: that kernel.")] = None,
 ) -> None:
     """Measure the CPU time of planning and launching decode and prefill."""
     if not torch.cuda.is_available():

@@ -286,7 +286,9 @@ def choose_prefill(
     if not own and aiter_adapter.chosen("prefill", shape, topology, aiter, features):
         return Variant(aiter_adapter.PREFILL, "prefill", 128, 128, 4, 1, 0, "block-first", 1)
     known = (hopper_prefill_variant.NAME, "portable-prefill")
-    hopper_obstacle = _hopper_obstacle(shape, topology, kernels, kernel, known, hopper_prefill_variant.why_not)
+    hopper_obstacle = _hopper_obstacle(
+        shape, topology, kernels, kernel, known, hopper_prefill_variant.why_not
+    )
     obstacle = _cdna5_obstacle(shape, topology, kernels)
     form = ""
     if hopper_obstacle is None:
@@ -449,7 +451,9 @@ def _hopper_obstacle(
     own, portable = known
     meant = topology.generation == "sm_90" and kernels == "triton"
     if kernel == own and not meant:
-        raise UnsupportedShape(f"{own} runs on sm_90 with Triton, not on {topology.generation} with {kernels}.")
+        raise UnsupportedShape(
+            f"{own} runs on sm_90 with Triton, not on {topology.generation} with {kernels}."
+        )
     if not meant or kernel == portable:
         return ""
     reason = why_not(shape, triton_release())

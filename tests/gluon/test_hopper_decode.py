@@ -255,7 +255,29 @@ def test_layers_for_other_kernels():
         assert reason in hopper_variant.why_not(other, (3, 8))
         with pytest.raises(UnsupportedShape, match=reason):
             choose_decode(other, pretend("sm_90"), "triton", 1, kernel="hopper-decode")
+        variant = choose_decode(other, pretend("sm_90"), "triton", 1)
+        assert variant.name == "portable-decode" and reason in variant.instead_of
     assert "Triton 3.6" in hopper_variant.why_not(layer, (3, 5))
+    assert choose_decode(layer, pretend("sm_90"), "triton", 1).name == "hopper-decode"
+    assert (
+        choose_decode(layer, pretend("sm_90"), "triton", 1, kernel="portable-decode").name
+        == "portable-decode"
+    )
+    assert choose_decode(layer, pretend("sm_100"), "triton", 1).name == "portable-decode"
+
+
+@pytest.mark.parametrize(
+    ("group", "queries", "kv_dtype", "expected"),
+    [
+        (1, 1, None, (8, 64, "four-stage")), (8, 1, E4M3, (8, 64, "four-stage")), (8, 2, E5M2, (16, 64, "four-stage")),
+        (32, 1, E4M3, (32, 64, "four-stage")), (64, 1, None, (64, 64, "four-stage")),
+        (64, 1, E4M3, (64, 128, "two-stage")), (16, 8, None, (64, 64, "four-stage")),
+    ],
+)  # fmt: skip
+def test_rows_tile_and_form_by_group(group, queries, kv_dtype, expected):
+    layer = LayerShape(group, 1, 128, 128, torch.bfloat16, kv_dtype or torch.bfloat16, 16)
+    variant = choose_decode(layer, pretend("sm_90"), "triton", queries)
+    assert (variant.block_m, variant.block_n, variant.form) == expected
 
 
 def test_a_cache_that_tma_cannot_copy_goes_to_the_portable_kernel(caplog):

@@ -41,7 +41,10 @@ def decode(
     query_len: Annotated[int, typer.Option(min=1, max=8, help="New tokens a request.")] = 1,
     window: Window = None,
     kernel: Annotated[
-        str | None, typer.Option(help="hopper-decode: that kernel instead of the dispatcher's choice.")
+        str | None,
+        typer.Option(
+            help="hopper-decode or portable-decode: that kernel instead of the dispatcher's choice."
+        ),
     ] = None,
     rows: Rows = None,
     as_json: AsJson = False,
@@ -55,7 +58,10 @@ def prefill(
     kv_dtype: KvDtype = "bf16",
     window: Window = None,
     kernel: Annotated[
-        str | None, typer.Option(help="hopper-prefill: that kernel instead of the dispatcher's choice.")
+        str | None,
+        typer.Option(
+            help="hopper-prefill or portable-prefill: that kernel instead of the dispatcher's choice."
+        ),
     ] = None,
     mixed: Annotated[
         bool,

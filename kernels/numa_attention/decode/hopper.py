@@ -142,8 +142,8 @@ def consume(
     STAGES: gl.constexpr, FORM: gl.constexpr, FLOAT8: gl.constexpr, E5M2: gl.constexpr, WINDOW: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SCALES: gl.constexpr, FAN_IN: gl.constexpr, IN_FLIGHT: gl.constexpr,
-    TERMS: gl.constexpr, ROWS_FIRST: gl.constexpr, ACC_S: gl.constexpr, ACC_O: gl.constexpr, QUERY: gl.constexpr, COPY: gl.constexpr,
-    WORDS: gl.constexpr,
+    TERMS: gl.constexpr, ROWS_FIRST: gl.constexpr, ACC_S: gl.constexpr, ACC_O: gl.constexpr, QUERY: gl.constexpr,
+    COPY: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
     """Attention of all items of a workgroup, from the tiles that `produce` copies."""
     if ROWS_FIRST:
@@ -475,7 +475,8 @@ def decode_kernel(
                     q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride,
                     lse_head_stride, full_k, full_v, empty_k, empty_v, buffers_k, buffers_v, shared_q, shared_p,
                     GROUP, BLOCK_M, BLOCK_N, COLUMNS, WIDTH, PARTS, STAGES, FORM, FLOAT8, E5M2, WINDOW, CAUSAL, HAS_CAP,
-                    HAS_ALIBI, HAS_SINK, HAS_LSE, HAS_SCALES, FAN_IN, IN_FLIGHT, TERMS, ROWS_FIRST, ACC_S, ACC_O, QUERY, COPY, WORDS,
+                    HAS_ALIBI, HAS_SINK, HAS_LSE, HAS_SCALES, FAN_IN, IN_FLIGHT, TERMS, ROWS_FIRST, ACC_S, ACC_O,
+                    QUERY, COPY, WORDS,
                 ),
             ),
             (

@@ -40,7 +40,9 @@ def constants_of(
     float8 = shape.kv_dtype.itemsize == 1
     rows_first = rows >= PART
     accumulator = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
-    scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n if rows_first else rows, 32 if float8 else 16])
+    scores = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, block_n if rows_first else rows, 32 if float8 else 16]
+    )
     return dict(
         GROUP=shape.group,
         BLOCK_M=rows,
@@ -156,6 +158,8 @@ def decode(
         batch.causal, soft_cap > 0.0, lse is None, k_scale is None, None if sinks is None else sinks.dtype,
         None if alibi_slopes is None else alibi_slopes.dtype,
     )  # fmt: skip
-    options = dict(num_warps=4, maxnreg=registers_of(shape, variant.block_m, variant.num_stages))
+    options = dict(
+        num_warps=4, maxnreg=registers_of(shape, variant.block_m, variant.num_stages, variant.block_n)
+    )
     _launch(key, (variant.workgroups, 1, 1), arguments, constants, options)
     return variant.name

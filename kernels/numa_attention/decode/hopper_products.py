@@ -91,9 +91,13 @@ def multiply_keys(
         for term in gl.static_range(TERMS):
             queries = shared_q.index(column * TERMS + term)
             if ROWS_FIRST:
-                b_s = hopper.warpgroup_mma(queries, keys.permute((1, 0)), b_s, use_acc=column + term > 0, is_async=True)
+                b_s = hopper.warpgroup_mma(
+                    queries, keys.permute((1, 0)), b_s, use_acc=column + term > 0, is_async=True
+                )
             else:
-                b_s = hopper.warpgroup_mma(keys, queries.permute((1, 0)), b_s, use_acc=column + term > 0, is_async=True)
+                b_s = hopper.warpgroup_mma(
+                    keys, queries.permute((1, 0)), b_s, use_acc=column + term > 0, is_async=True
+                )
     return b_s
 
 

@@ -13,6 +13,7 @@ FORMS = ("single", "two-stage", "four-stage")
 OLDEST_TRITON = (3, 6)
 HEAD_DIMS = (64, 128, 256)
 BLOCK_N = 64  # keys of a tile: the rows of a wgmma
+WIDE_BLOCK_N = 128  # of wide tiles of float8: what goes through shared memory costs half as much
 PART = 64  # dimensions of one part of the accumulator, likewise
 LEAST_ROWS, MOST_ROWS = 8, 64  # as the right operand of a wgmma, and as the left one
 MAX_STAGES = 8
@@ -67,11 +68,11 @@ def rows_of(packed: int) -> int:
     return min(max(packed, LEAST_ROWS), MOST_ROWS)
 
 
-def stages_of(shape: LayerShape, rows: int, workgroups_per_unit: int) -> int:
+def stages_of(shape: LayerShape, rows: int, workgroups_per_unit: int, block_n: int = BLOCK_N) -> int:
     """Tiles of keys and of values that a workgroup's share of the shared memory holds beside queries and weights."""
     share = SHARED_BYTES // workgroups_per_unit - RESERVED_BYTES - BARRIER_BYTES
-    query_and_weights = 2 * rows * (shape.head_dim + BLOCK_N)
-    tile = BLOCK_N * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
+    query_and_weights = 2 * rows * (shape.head_dim + block_n)
+    tile = block_n * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
     return min((share - query_and_weights) // tile, MAX_STAGES)
 
 
@@ -79,14 +80,15 @@ def tile_of(shape: LayerShape, rows: int) -> HopperTile:
     """The tile for a layer that the kernel takes and packed query tiles of `rows` rows."""
     fits = rows * shape.head_dim <= FOUR_STAGE_ACCUMULATOR[shape.kv_dtype.itemsize]
     form = "four-stage" if fits else "two-stage"
+    block_n = WIDE_BLOCK_N if rows == MOST_ROWS and form == "two-stage" and shape.head_dim <= 128 else BLOCK_N
     # two workgroups hide each other's waits, where each can still copy ahead
     for workgroups in (2, 1):
-        stages = stages_of(shape, rows, workgroups)
+        stages = stages_of(shape, rows, workgroups, block_n)
         if stages >= 2:
-            return HopperTile(BLOCK_N, stages, form, workgroups)
+            return HopperTile(block_n, stages, form, workgroups)
     raise ValueError(f"{rows} rows of head_dim {shape.head_dim} leave no room for a tile: take fewer rows")
 
 
-def registers_of(shape: LayerShape, rows: int, stages: int) -> int:
+def registers_of(shape: LayerShape, rows: int, stages: int, block_n: int) -> int:
     """Registers that a thread may have: those of two workgroups an SM, where the shared memory holds two."""
-    return REGISTERS[2 if stages_of(shape, rows, 2) >= stages else 1]
+    return REGISTERS[2 if stages_of(shape, rows, 2, block_n) >= stages else 1]

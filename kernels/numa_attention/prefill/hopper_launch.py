@@ -11,8 +11,16 @@ import torch
 from numa_attention.jit import Launcher, gluon_entry, pointer_traits
 from numa_attention.prefill import portable
 from numa_attention.prefill.hopper import prefill_kernel
-from numa_attention.prefill.hopper_variant import NAME, ROWS, partitions_of, parts_of, takes_float8
+from numa_attention.prefill.hopper_variant import (
+    NAME,
+    ROWS,
+    keep_together,
+    partitions_of,
+    parts_of,
+    takes_float8,
+)
 from numa_attention.prefill.hopper_work import Constants
+from numa_attention.schedule import StepBatch
 from numa_attention.shapes import LayerShape, chunk_of
 from numa_attention.tensor_maps import map_of_rows, matrix_of, tensor_map
 from numa_attention.topology import pretend
@@ -72,11 +80,25 @@ def columns_of(head_dim: int) -> tuple[int, int]:
 
 
 @cache
-def compute_units(device: torch.device) -> int:
-    """SMs of the GPU that runs the kernel."""
+def size_of(device: torch.device) -> tuple[int, int]:
+    """(SMs, bytes of L2) of the GPU that runs the kernel."""
     if device.type != "cuda":
-        return pretend("sm_90").compute_units
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        topology = pretend("sm_90")
+        return topology.compute_units, topology.l2_bytes
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.L2_cache_size
+
+
+def workgroups_of(
+    shape: LayerShape, variant: Variant, batch: StepBatch, tiles: int, device: torch.device
+) -> int:
+    """Workgroups of a launch: one a tile, or as many as there are SMs, where the form says so and it pays."""
+    units, l2_bytes = size_of(device)
+    blocks = batch.max_query_len * shape.group // variant.block_m
+    head_bytes = batch.max_seq_len * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
+    if "persistent" in variant.form.split() and keep_together(blocks, head_bytes, units, l2_bytes):
+        return min(tiles, units)
+    return tiles
 
 
 # ---- the launch ----
@@ -171,8 +193,6 @@ def prefill(
         q.get_device(), constants, integers, pointer_traits(q, out, p_lse), out.dtype,
         None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype,
     )  # fmt: skip
-    workgroups = len(plan.tiles)
-    if "persistent" in variant.form.split():
-        workgroups = min(workgroups, compute_units(q.device))
+    workgroups = workgroups_of(shape, variant, batch, len(plan.tiles), q.device)
     _launch(key, (workgroups, 1, 1), arguments, dict(C=constants), dict(num_warps=4))
     return variant.name

@@ -18,7 +18,7 @@ WORDS = {
     "ahead": "a tile's scores are multiplied with the values of the tile before, under which the softmax then runs",
     "turns": "consumers take turns at the matrix unit: one multiplies while the others exponentiate",
     "copied": "the producer copies queries, a tile ahead, where the rows of a group are evenly spaced",
-    "persistent": "one workgroup a compute unit, which computes several tiles",
+    "persistent": "one workgroup a compute unit, which computes several tiles, in launches where they keep together",
     "staged": "outputs are put in order in shared memory, so that each thread writes 16 bytes",
     "roomy": "the producer gets more registers, and the consumers fewer",
 }
@@ -28,10 +28,12 @@ FLOAT8_WORDS = {
     "rounded-queries": "queries are one e4m3 number each, not the sum of two: half of the product with keys",
     "rounded-probabilities": "probabilities are one e4m3 number each: half of the product with values",
 }
-FORM = "ahead turns copied persistent"
-FLOAT8_FORM = FORM
+FORM = "ahead copied persistent"
+FLOAT8_FORM = "ahead turns copied persistent"
 SHARED_BYTES = 227 << 10
 BARRIER_BYTES = 1 << 10
+# tiles, half a walk over the costs of a causal head's blocks: 128/128 heads, 16,384 tokens, 132 SMs
+DRIFT = 8
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,10 @@ class HopperTile:
     stages: int
 
 
-# by head_dim and head_dim_v. Not measured yet: chosen by registers and shared memory
+# by head_dim and head_dim_v. 128 is measured on an H200, the others are chosen by registers and shared memory
 TILES = {
     (64, 64): HopperTile(128, 3),
-    (128, 128): HopperTile(128, 2),
+    (128, 128): HopperTile(128, 3),
     (192, 128): HopperTile(128, 2),
     (256, 256): HopperTile(64, 2),
 }
@@ -61,6 +63,11 @@ FLOAT8_TILES = {
 def takes_float8(shape: LayerShape) -> bool:
     """Whether a layer's products are in float8."""
     return shape.kv_dtype == torch.float8_e4m3fn
+
+
+def is_measured(shape: LayerShape) -> bool:
+    """Whether the dispatcher may choose the kernel: not before it has been measured."""
+    return not takes_float8(shape)
 
 
 def tile_of(shape: LayerShape) -> HopperTile:
@@ -128,3 +135,13 @@ def partitions_of(consumers: int, form: str, float8: bool) -> tuple[list[int], l
     else:
         consumer, producer = (232, 40) if "roomy" in form.split() else (240, 24)
     return [4] * (consumers - 1) + [1], [consumer] * (consumers - 1) + [producer]
+
+
+def keep_together(blocks: int, head_bytes: int, units: int, l2_bytes: int) -> bool:
+    """Whether workgroups that each compute every `units`-th tile find the keys and values of their heads in the L2.
+
+    Some get long tiles first, others short ones: they drift apart by up to DRIFT tiles, and so work on several heads at
+    a time, of `blocks` tiles and `head_bytes` bytes of keys and values each. Workgroups that the device dispatches as
+    others end stay together, but each begins by waiting for its first tiles.
+    """
+    return (1 + DRIFT * units / max(blocks, 1)) * head_bytes <= l2_bytes

@@ -22,7 +22,7 @@ from numa_attention.kv_cache import FLOAT8, write_pages
 from numa_attention.schedule import Planner, PrefillSchedule, Schedule, StepBatch
 from numa_attention.shapes import CONTIGUOUS, LayerShape
 from numa_attention.topology import pretend
-from numa_attention.variants import Variant
+from numa_attention.variants import Variant, choose_decode, choose_prefill
 
 TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -42,6 +42,7 @@ class Call:
     """A layer's call, in what decides how it is compiled. The flags say what it has.
 
     side_by_side: the cache is [page, KV head, token, key and value], as vLLM 0.32 and later lay it out.
+    portable: on sm_90, the portable kernels also where the dispatcher chooses others.
     """
 
     shape: LayerShape
@@ -57,6 +58,11 @@ class Call:
     max_decode_query: int = 1
     placement: str = "dispatch"
     side_by_side: bool = False
+    portable: bool = False
+
+    def kernel(self, phase: str) -> str | None:
+        """What to ask the dispatcher for, None for its own choice."""
+        return f"portable-{phase}" if self.portable else None
 
     @property
     def features(self) -> frozenset[str]:
@@ -129,6 +135,17 @@ def compile_call(call: Call, generation: str, step: str, **tile: int | str) -> l
 
     step: one of STEPS. tile: fields of the variant to be replaced, such as block_n or num_warps.
     """
+    own = {}
+    if call.portable:
+        device = pretend(generation)
+        own = dict(
+            decode_variant=choose_decode(
+                call.shape, device, "triton", call.max_decode_query, kernel=call.kernel("decode")
+            ),
+            prefill_variant=choose_prefill(
+                call.shape, device, "triton", features=call.features, kernel=call.kernel("prefill")
+            ),
+        )
     planner = Planner(
         call.shape,
         "meta",
@@ -139,6 +156,7 @@ def compile_call(call: Call, generation: str, step: str, **tile: int | str) -> l
         topology=pretend(generation),
         placement=call.placement,
         features=call.features,
+        **own,
     )
     shape, variant, decode, prefill = call.shape, None, None, None
     batch = batch_of(num_decodes=REQUESTS if step == "decode" else 0 if step == "prefill" else 1)

@@ -65,6 +65,8 @@ def describe(call: Call) -> str:
         words.append("side-by-side")
     if call.placement != "dispatch":
         words.append(f"by-{call.placement}")
+    if call.portable:
+        words.append("portable")
     return " ".join(words)
 
 
@@ -88,6 +90,7 @@ def common_calls(generation: str) -> list[tuple[Call, str]]:
         (split, "decode"),
         *placed_calls(generation),
         *side_by_side_calls(generation)[:1],
+        *portable_calls(generation)[:2],
     ]
 
 
@@ -115,6 +118,23 @@ def side_by_side_calls(generation: str) -> list[tuple[Call, str]]:
         dict(page_size=64, head_dims=(64, 64)),
     )
     return [(make_call(generation, **layer, side_by_side=True), "decode") for layer in layers]
+
+
+def portable_calls(generation: str) -> list[tuple[Call, str]]:
+    """Layers that the dispatcher sends to kernels for sm_90, for caches that only the portable ones can read."""
+    if generation != "sm_90":
+        return []
+    calls = []
+    for options in (
+        {},
+        {"page_size": 64},
+        {"float8": E4M3},
+        {"head_dims": (64, 64)},
+        {"head_dims": (256, 256)},
+    ):
+        call = make_call(generation, **options, portable=True)
+        calls += [(call, "decode"), (call, "prefill")]
+    return [*calls, (make_call(generation, group=64, portable=True), "decode")]
 
 
 def all_calls(generation: str) -> list[tuple[Call, str]]:
@@ -161,6 +181,7 @@ def all_calls(generation: str) -> list[tuple[Call, str]]:
     add("plan", "write")
     calls.extend(placed_calls(generation))
     calls.extend(side_by_side_calls(generation))
+    calls.extend(portable_calls(generation))
     calls.extend(missing_calls(generation, {variant_key(call, step, generation) for call, step in calls}))
     return calls
 
@@ -169,9 +190,13 @@ def variant_key(call: Call, step: str, generation: str) -> tuple | None:
     """What tells one compiled form of a kernel from another, None for steps that have no variant."""
     topology = pretend(generation)
     if step == "decode":
-        variant = choose_decode(call.shape, topology, "triton", call.max_decode_query)
+        variant = choose_decode(
+            call.shape, topology, "triton", call.max_decode_query, kernel=call.kernel(step)
+        )
     elif step == "prefill":
-        variant = choose_prefill(call.shape, topology, "triton", features=call.features)
+        variant = choose_prefill(
+            call.shape, topology, "triton", features=call.features, kernel=call.kernel(step)
+        )
     else:
         return None
     return (
@@ -187,9 +212,9 @@ def missing_calls(generation: str, covered: set) -> list[tuple[Call, str]]:
     small = ((16, 16), (16, 128), (16, 256), (32, 32), (32, 128), (32, 256), (64, 256))
     shapes = product(
         (*HEAD_DIMS, *small),
-        (1, 32, 64),
+        (1, 16, 32, 64),
         (16, 32, 64, 128),
-        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16, torch.float32),
         (None, E4M3),
     )
     for head_dims, group, page_size, dtype, float8 in shapes:
