@@ -86,8 +86,15 @@ def test_every_tile_is_listed_once_and_ranges_are_even(
         assert edges[1:-1] == [part[TILE_BEGIN] for part in parts[1:]] and edges == sorted(edges)
     used = [load for load in loads if load]
     if used:
-        assert max(used) - min(used) <= 1
-        assert len(used) == workgroups or max(used) <= min_tiles
+        average = -(-sum(used) // workgroups)
+        assert max(used) <= max(average, min_tiles)
+        if any(count > 1 for _, count in ranges):
+            assert max(used) - min(used) <= 1
+            assert len(used) == workgroups or max(used) <= min_tiles
+        else:  # each range is a part of one unit, which is cut evenly
+            for parts in listed.values():
+                tiles = [part[TILE_END] - part[TILE_BEGIN] for part in parts]
+                assert max(tiles) - min(tiles) <= 1
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -269,8 +269,8 @@ def test_layers_for_other_kernels():
 @pytest.mark.parametrize(
     ("group", "queries", "kv_dtype", "expected"),
     [
-        (1, 1, None, (8, 64, "four-stage")), (8, 1, E4M3, (8, 64, "four-stage")), (8, 2, E5M2, (16, 64, "four-stage")),
-        (32, 1, E4M3, (32, 64, "four-stage")), (64, 1, None, (64, 64, "four-stage")),
+        (1, 1, None, (8, 64, "four-stage")), (8, 1, E4M3, (8, 128, "four-stage")), (8, 2, E5M2, (16, 128, "two-stage")),
+        (32, 1, E4M3, (32, 128, "two-stage")), (64, 1, None, (64, 64, "four-stage")),
         (64, 1, E4M3, (64, 128, "two-stage")), (16, 8, None, (64, 64, "four-stage")),
     ],
 )  # fmt: skip

@@ -58,37 +58,45 @@ def merge_parts(
     BLOCK_M: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr, ROW: gl.constexpr, IN_FLIGHT: gl.constexpr,
 ):  # fmt: skip
     """Merge splits first, first + step, ... (`parts` of them), always in this order: (m, l, accumulator)."""
-    o_m = gl.arange(0, BLOCK_M, ROW)
-    b_max = gl.full((BLOCK_M,), float("-inf"), gl.float32, ROW)
-    for split in range(0, parts):
-        slot = part_slot(first + split * step, first_workgroup)
-        # past L1: other compute units wrote it
-        b_max = gl.maximum(b_max, gl.load(partial_ml + slot * (2 * BLOCK_M) + o_m, cache_modifier=".cg"))
-    b_safe = safe_max(b_max)
-    b_l = gl.zeros((BLOCK_M,), gl.float32, ROW)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
+    o_m = gl.arange(0, BLOCK_M, COLUMN)
+    b_max = gl.full((BLOCK_M,), float("-inf"), gl.float32, COLUMN)
+    b_l = gl.zeros((BLOCK_M,), gl.float32, COLUMN)
     b_accs = ()
     for _ in gl.static_range(PARTS):
         b_accs = b_accs + (gl.zeros((64, BLOCK_M), gl.float32, ACC),)
-    # several parts in flight at a time: a merge waits for latency, not for bandwidth
+    # many parts in flight at a time: a merge waits for latency, not for bandwidth
     for split in range(0, parts, IN_FLIGHT):
+        b_ms = ()
+        b_ls = ()
         b_loaded = ()
-        b_weights = ()
         for ahead in gl.static_range(IN_FLIGHT):
-            here = gl.minimum(split + ahead, parts - 1)
-            slot = part_slot(first + here * step, first_workgroup)
+            # past the last part it is loaded again, and weighs nothing
+            slot = part_slot(first + gl.minimum(split + ahead, parts - 1) * step, first_workgroup)
             p_ml = partial_ml + slot * (2 * BLOCK_M) + o_m
-            b_weight = gl.exp2(gl.load(p_ml, cache_modifier=".cg") - b_safe)
-            b_weight = gl.where(split + ahead < parts, b_weight, 0.0)
-            b_l += gl.load(p_ml + BLOCK_M, cache_modifier=".cg") * b_weight
-            b_weights = b_weights + (gl.convert_layout(b_weight, gl.SliceLayout(0, ACC)),)
+            # past L1: other compute units wrote it
+            b_ms = b_ms + (gl.load(p_ml, cache_modifier=".cg"),)
+            b_ls = b_ls + (gl.load(p_ml + BLOCK_M, cache_modifier=".cg"),)
             for part in gl.static_range(PARTS):
                 p_acc = partial_acc + accumulator_offsets(slot, part, BLOCK_M, PARTS, ACC)
                 b_loaded = b_loaded + (gl.load(p_acc, cache_modifier=".cg"),)
+        b_new = b_max
+        for ahead in gl.static_range(IN_FLIGHT):
+            b_new = gl.maximum(b_new, b_ms[ahead])
+        b_safe = safe_max(b_new)
+        b_alpha = gl.exp2(b_max - b_safe)
+        b_max = b_new
+        b_l = b_l * b_alpha
+        b_weights = ()
+        for ahead in gl.static_range(IN_FLIGHT):
+            b_weight = gl.where(split + ahead < parts, gl.exp2(b_ms[ahead] - b_safe), 0.0)
+            b_l += b_ls[ahead] * b_weight
+            b_weights = b_weights + (b_weight,)
         b_sums = ()
         for part in gl.static_range(PARTS):
-            b_acc = b_accs[part]
+            b_acc = b_accs[part] * b_alpha[None, :]
             for ahead in gl.static_range(IN_FLIGHT):
                 b_acc += b_loaded[ahead * PARTS + part] * b_weights[ahead][None, :]
             b_sums = b_sums + (b_acc,)
         b_accs = b_sums
-    return b_max, b_l, b_accs
+    return gl.convert_layout(b_max, ROW), gl.convert_layout(b_l, ROW), b_accs

@@ -13,7 +13,7 @@ FORMS = ("single", "two-stage", "four-stage")
 OLDEST_TRITON = (3, 6)
 HEAD_DIMS = (64, 128, 256)
 BLOCK_N = 64  # keys of a tile: the rows of a wgmma
-WIDE_BLOCK_N = 128  # of wide tiles of float8: what goes through shared memory costs half as much
+WIDE_BLOCK_N = 128  # of float8, whose tiles are half as large: fewer waits a key
 PART = 64  # dimensions of one part of the accumulator, likewise
 LEAST_ROWS, MOST_ROWS = 8, 64  # as the right operand of a wgmma, and as the left one
 MAX_STAGES = 8
@@ -24,8 +24,8 @@ REGISTERS = {
     1: 255,
     2: 128,
 }  # of a thread, by workgroups of an SM: eight warps, of which the four that compute get more
-# larger accumulators leave no registers for two tiles of scores at a time: rows times head_dim, by bytes of an element
-FOUR_STAGE_ACCUMULATOR = {2: 64 * 128, 1: 32 * 128}
+# larger tiles leave no registers for the scores of two: rows x head_dim x keys, by bytes of an element
+FOUR_STAGE = {2: 64 * 128 * 64, 1: 8 * 128 * 128}
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,10 @@ def stages_of(shape: LayerShape, rows: int, workgroups_per_unit: int, block_n: i
 
 def tile_of(shape: LayerShape, rows: int) -> HopperTile:
     """The tile for a layer that the kernel takes and packed query tiles of `rows` rows."""
-    fits = rows * shape.head_dim <= FOUR_STAGE_ACCUMULATOR[shape.kv_dtype.itemsize]
+    float8 = shape.kv_dtype.itemsize == 1
+    block_n = WIDE_BLOCK_N if float8 and shape.head_dim <= 128 else BLOCK_N
+    fits = rows * shape.head_dim * block_n <= FOUR_STAGE[shape.kv_dtype.itemsize]
     form = "four-stage" if fits else "two-stage"
-    block_n = WIDE_BLOCK_N if rows == MOST_ROWS and form == "two-stage" and shape.head_dim <= 128 else BLOCK_N
     # two workgroups hide each other's waits, where each can still copy ahead
     for workgroups in (2, 1):
         stages = stages_of(shape, rows, workgroups, block_n)

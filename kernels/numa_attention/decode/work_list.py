@@ -7,6 +7,9 @@ lies in several ranges is *split*; its parts are merged by the workgroup that ar
 lengths, fill the device at batch 1, and leave at most two partial results a workgroup. As every head's stretch of the
 line is cut alike, all heads of a token, which lie side by side in its page, are read at about the same time.
 
+Where every range can be a part of one unit, with no more than one tile above the average, units are cut evenly instead,
+and no range holds more than one part: to go from one unit to the next costs more than a tile.
+
 The list has two arrays, built by `build_on_device` (one launch, no host synchronisation) or `build_on_host` (the same
 definition in numpy):
 
@@ -84,9 +87,14 @@ def build_on_host(
     blocks = blocks[requests]
     first_unit = np.cumsum(blocks) - blocks  # among those of a head
     head_units = int(blocks.sum())
-    unit_begin = np.concatenate(([0], np.cumsum(np.tile(np.repeat(tiles, blocks), kv_heads))))
+    total = int((tiles * blocks).sum()) * kv_heads
+    parts = -(-tiles // max(-(-total // workgroups), min_tiles))
+    one_part_each = int((parts * blocks).sum()) * kv_heads <= workgroups
+    # what the line is made of: tiles, or parts of a unit
+    steps = parts if one_part_each else tiles
+    unit_begin = np.concatenate(([0], np.cumsum(np.tile(np.repeat(steps, blocks), kv_heads))))
     total = int(unit_begin[-1])
-    used = min(workgroups, -(-total // min_tiles))
+    used = total if one_part_each else min(workgroups, -(-total // min_tiles))
     bounds = np.arange(used + 1) * total // used
     first_of = ((unit_begin[:-1] + 1) * used - 1) // total
     last_of = (unit_begin[1:] * used - 1) // total
@@ -97,14 +105,15 @@ def build_on_host(
         ranges[row_of(workgroup, used, workgroups, domains)] = (first + workgroup, last - first + 1)
         unit = np.arange(first, last + 1)
         active = np.searchsorted(first_unit, unit % head_units, side="right") - 1
-        start = begin[active] - unit_begin[unit]
+        from_step = np.maximum(low, unit_begin[unit]) - unit_begin[unit]
+        to_step = np.minimum(high, unit_begin[unit + 1]) - unit_begin[unit]
         items[unit + workgroup] = np.stack(
             (
                 first_request + requests[active],
                 unit // head_units,
                 unit % head_units - first_unit[active],
-                start + np.maximum(low, unit_begin[unit]),
-                start + np.minimum(high, unit_begin[unit + 1]),
+                begin[active] + tiles[active] * from_step // steps[active],
+                begin[active] + tiles[active] * to_step // steps[active],
                 workgroup - first_of[unit],
                 last_of[unit] - first_of[unit] + 1,
                 first_of[unit],

@@ -46,13 +46,23 @@ def work_list_kernel(
     b_blocks = (b_query * GROUP + BLOCK_M - 1) // BLOCK_M  # 0 for padding requests
     b_held = local_count(b_seq, RANKS, RANK, INTERLEAVE)
     b_tiles = tl.maximum((b_held + BLOCK_N - 1) // BLOCK_N - b_begin, 1)
-    b_weight = b_tiles.to(tl.int64) * b_blocks  # of one KV head
+    total = tl.sum(b_tiles.to(tl.int64) * b_blocks, 0) * KV_HEADS
+    used = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, workgroups)
+    part_tiles = tl.maximum((total + workgroups - 1) // workgroups, MIN_TILES)
+    b_parts = (b_tiles + part_tiles - 1) // part_tiles
+    all_parts = tl.sum(b_parts * b_blocks, 0) * KV_HEADS
+    # what the line is made of: tiles, or parts of a unit
+    if all_parts <= workgroups:
+        b_steps = b_parts
+        used = all_parts
+    else:
+        b_steps = b_tiles.to(tl.int64)
+    b_weight = b_steps * b_blocks  # of one KV head
     b_end = tl.cumsum(b_weight, 0)
     b_first_unit = tl.cumsum(b_blocks, 0) - b_blocks
-    head_tiles = tl.sum(b_weight, 0)
+    head_steps = tl.sum(b_weight, 0)
     head_units = tl.sum(b_blocks, 0)
-    total = head_tiles * KV_HEADS
-    used = tl.minimum((total + MIN_TILES - 1) // MIN_TILES, workgroups)
+    total = head_steps * KV_HEADS
     # the used ranges are divided evenly over the domains, each of which has workgroups / DOMAINS rows
     domain = row // (workgroups // DOMAINS)
     position = row % (workgroups // DOMAINS)
@@ -63,19 +73,20 @@ def work_list_kernel(
     high = tl.where(workgroup < used, (workgroup + 1) * total // tl.maximum(used, 1), 0)
     first = low * 0
     count = low * 0
-    tile = low
-    while tile < high:
-        kv_head = tile // head_tiles
-        head_start = kv_head * head_tiles
-        request = tl.sum((b_end <= tile - head_start).to(tl.int32), 0)
+    step = low
+    while step < high:
+        kv_head = step // head_steps
+        head_start = kv_head * head_steps
+        request = tl.sum((b_end <= step - head_start).to(tl.int32), 0)
         m_own = o_r == request
-        tiles = tl.sum(tl.where(m_own, b_tiles, 0), 0)
+        tiles = tl.sum(tl.where(m_own, b_tiles, 0), 0).to(tl.int64)
+        steps = tl.sum(tl.where(m_own, b_steps, 0), 0)
         begin = tl.sum(tl.where(m_own, b_begin, 0), 0)
         first_unit = tl.sum(tl.where(m_own, b_first_unit, 0), 0)
         request_start = head_start + tl.sum(tl.where(m_own, b_end - b_weight, 0), 0)
-        block = (tile - request_start) // tiles
-        start = request_start + block * tiles
-        end = start + tiles
+        block = (step - request_start) // steps
+        start = request_start + block * steps
+        end = start + steps
         first_workgroup = ((start + 1) * used - 1) // total
         last_workgroup = (end * used - 1) // total
         item = kv_head * head_units + first_unit + block + workgroup
@@ -83,14 +94,14 @@ def work_list_kernel(
         tl.store(p_item, first_request + request)
         tl.store(p_item + 1, kv_head.to(tl.int32))
         tl.store(p_item + 2, block.to(tl.int32))
-        tl.store(p_item + 3, (begin + tile - start).to(tl.int32))
-        tl.store(p_item + 4, (begin + tl.minimum(end, high) - start).to(tl.int32))
+        tl.store(p_item + 3, (begin + tiles * (step - start) // steps).to(tl.int32))
+        tl.store(p_item + 4, (begin + tiles * (tl.minimum(end, high) - start) // steps).to(tl.int32))
         tl.store(p_item + 5, (workgroup - first_workgroup).to(tl.int32))
         tl.store(p_item + 6, (last_workgroup - first_workgroup + 1).to(tl.int32))
         tl.store(p_item + 7, first_workgroup.to(tl.int32))
         first = tl.where(count == 0, item, first)
         count += 1
-        tile = end
+        step = end
     tl.store(ranges + row * 2, first.to(tl.int32))
     tl.store(ranges + row * 2 + 1, count.to(tl.int32))
 
