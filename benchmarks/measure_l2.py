@@ -86,9 +86,10 @@ def read_points(path: Path) -> dict[str, dict]:
 
 
 def write_points(path: Path, points: dict[str, dict]) -> None:
-    """All points so far. The file is replaced as a whole, so that it is complete whenever the run is stopped."""
+    """All points so far, beside what else the file holds. It is replaced as a whole, and so complete at any time."""
     beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps({"points": list(points.values())}, indent=2) + "\n")
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    beside.write_text(json.dumps({**kept, "points": list(points.values())}, indent=2) + "\n")
     beside.replace(path)
 
 

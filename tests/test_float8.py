@@ -130,7 +130,7 @@ def test_scales_and_types_that_do_not_fit_are_refused(kernels, sentence, device)
         attend(k_pages=case.k_pages, v_pages=case.v_pages, schedule=schedule, **call)
 
 
-@pytest.mark.parametrize("generation", ["sm_90", "gfx950"])
+@pytest.mark.parametrize("generation", ["sm_100", "gfx950"])
 def test_products_in_float16_and_in_bfloat16(generation, device):
     """Which of the two runs is a question of the device: both are right, for queries of any size."""
     if device.type == "cuda":
@@ -145,4 +145,4 @@ def test_products_in_float16_and_in_bfloat16(generation, device):
         k_scale=scale(0.7, device), v_scale=scale(1.6, device),
     )  # fmt: skip
     for plan in (schedule.decode, schedule.prefill):
-        assert plan.variant.in_float16 == (generation == "sm_90")
+        assert plan.variant.in_float16 == (generation == "sm_100")

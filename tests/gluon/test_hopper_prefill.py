@@ -318,7 +318,13 @@ def check_mistake(right: str, wrong: str, modules, case, tmp_path, monkeypatch) 
     assert changed == 1, "the kernel changed: change this test"
     with pytest.raises((Race, Deadlock, GluonFault)) as found:
         for seed in range(8):
-            check(case, kernel=wrong_modules["hopper"].prefill_kernel, seed=seed, workgroups=1)
+            check(
+                case,
+                "ahead turns copied persistent",
+                kernel=wrong_modules["hopper"].prefill_kernel,
+                seed=seed,
+                workgroups=1,
+            )
     assert not isinstance(found.value, Refused)
 
 

@@ -147,3 +147,14 @@ def test_a_run_that_stopped_goes_on_where_it_was(fake_ncu, monkeypatch, capsys):
     out.write_text("not JSON")
     with pytest.raises(SystemExit, match="remove it"):
         measure_l2.main()
+
+
+def test_points_are_added_to_what_the_file_holds(tmp_path):
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"provenance": {"device": "one"}, "points": [{"name": "first"}]}))
+    points = measure_l2.read_points(path)
+    measure_l2.write_points(path, points | {"second": {"name": "second"}})
+    assert json.loads(path.read_text()) == {
+        "provenance": {"device": "one"},
+        "points": [{"name": "first"}, {"name": "second"}],
+    }
