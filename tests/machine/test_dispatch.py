@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from numa_attention import variants
+from numa_attention.decode.work_list import SPLITS, TILE_BEGIN, TILE_END, build_on_host
 from numa_attention.machine import ModelError, dispatch
 from numa_attention.machine.grid import MAPPINGS
 from numa_attention.machine.machines import H200, MI300X, MI450, like
@@ -55,7 +57,7 @@ def test_decode():
     assert explain(64, 8, 256, 4096).splits == 2  # 2,048 ACCs over 608 workgroups: some are cut
     assert explain(64, 8, 76, 4096).splits == 1
     narrow = explain(8, 1, 1, 131072)
-    assert narrow.domains_per_acc == 8 and narrow.splits == 608
+    assert narrow.domains_per_acc == 8 and narrow.splits == 512  # of four tiles each
     # a short step keeps every domain busy
     short = explain(8, 1, 1, 4096)
     assert (short.busy, short.splits, short.domains_per_acc, short.split_tokens) == (32, 32, 8, 128)
@@ -129,3 +131,18 @@ def test_matrix_instructions_fit_the_rows_of_a_warp(device, head_dim, group, kv_
         assert (variant.matrix_rows, variant.kpack) == expected
         # on the CPU the torch kernels know no such thing
         assert variants.choose_prefill(shape, pretend("cpu"), "torch").matrix_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "context"), [(1, 131072), (8, 16384), (64, 4096), (3, 5000), (200, 700), (5, 1)]
+)
+def test_the_explained_splits_are_those_of_the_work_list(batch, context):
+    choice = dispatch.explain_decode(MI300X, 64, 8, batch, context, workgroups=608, block_n=64)
+    ranges, items = build_on_host(
+        np.full(batch, context), np.ones(batch, int), kv_heads=8, group=8, block_m=16, block_n=64, window=-1,
+        workgroups=608, min_tiles=dispatch.MIN_TILES, domains=8,
+    )  # fmt: skip
+    parts = np.concatenate([items[first : first + count] for first, count in ranges])
+    assert choice.busy == (ranges[:, 1] > 0).sum()
+    assert choice.splits == parts[:, SPLITS].max()
+    assert choice.split_tokens >= (parts[:, TILE_END] - parts[:, TILE_BEGIN]).max() * 64

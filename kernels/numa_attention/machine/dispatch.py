@@ -308,10 +308,15 @@ def explain_decode(
     units = accs * row_blocks
     tiles = ceil(context / block_n)
     total = units * tiles
-    busy = min(workgroups, ceil(total / MIN_TILES))
+    parts_each = ceil(tiles / max(ceil(total / workgroups), MIN_TILES))
+    one_part_each = units * parts_each <= workgroups
+    # what the line of the work list is made of: parts of a unit, or tiles
+    steps = parts_each if one_part_each else tiles
+    line = units * steps
+    busy = line if one_part_each else min(workgroups, ceil(total / MIN_TILES))
     ends = [piece_start(domain + 1, busy, domains) for domain in range(domains)]
     parts = [
-        (((unit * tiles + 1) * busy - 1) // total, ((unit + 1) * tiles * busy - 1) // total)
+        (((unit * steps + 1) * busy - 1) // line, ((unit + 1) * steps * busy - 1) // line)
         for unit in range(units)
     ]
     splits = max(last - first + 1 for first, last in parts)
