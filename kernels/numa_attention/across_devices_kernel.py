@@ -24,7 +24,7 @@ from numa_attention.across_devices import GONE, STATE_EPOCHS, STATE_PATIENCE, ST
 from numa_attention.clock_device import ticks
 from numa_attention.jit import kernel
 from numa_attention.scores import LN_2, LOG2_E, normalise, safe_max
-from numa_attention.waves import global_barrier
+from numa_attention.waves import system_barrier
 
 _GONE = tl.constexpr(GONE)
 _STOPPED = tl.constexpr(STATE_STOPPED)
@@ -92,7 +92,7 @@ def send_rows(
 def raise_flags(addresses, rank, value, WORLD: tl.constexpr):
     """Tell the other ranks that this workgroup has delivered up to epoch `value`, or that it is GONE."""
     # all stores of this workgroup come before its one thread announces them
-    global_barrier()
+    system_barrier()
     for step in tl.static_range(WORLD - 1):
         owner = (rank + 1 + step) % WORLD
         tl.atomic_xchg(flag_of(addresses, owner, rank, WORLD), value, sem="release", scope="sys")

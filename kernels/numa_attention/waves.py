@@ -42,3 +42,35 @@ def global_barrier():
             WAIT + "\ns_mov_b32 $0, 0", "=s,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
         )
     tl.debug_barrier()
+
+
+# architecture prefix -> what brings all that its L2 holds of this device's stores to where other devices read it, and
+# waits for that
+AMD_WRITE_BACKS = (
+    ("gfx94", "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)"),
+    ("gfx95", "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)"),
+    ("gfx12", "global_wb scope:SCOPE_SYS\ns_wait_storecnt 0x0"),
+)
+
+
+@constexpr_function
+def write_back_for_system():
+    """The instructions of AMD_WRITE_BACKS for the target, "" where a release orders memory by itself."""
+    target = current_target()
+    if target is None or target.backend != "hip":
+        return ""
+    return next((text for prefix, text in AMD_WRITE_BACKS if str(target.arch).startswith(prefix)), "")
+
+
+@kernel
+def system_barrier():
+    """`global_barrier`, after which the workgroup's stores are also where other devices see them.
+
+    A release at system scope writes back too, but Triton 3.6's compiler for gfx942 does not wait until that is done.
+    """
+    global_barrier()
+    WRITE_BACK: tl.constexpr = write_back_for_system()
+    if WRITE_BACK != "":
+        tl.inline_asm_elementwise(
+            WRITE_BACK + "\ns_mov_b32 $0, 0", "=s,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+        )

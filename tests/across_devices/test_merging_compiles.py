@@ -53,7 +53,9 @@ def test_a_flag_is_raised_when_all_waves_have_stored_their_partials(reports):
             if name.startswith("gfx"):
                 barrier = between.index("barrier")
                 assert "wait" in between[:barrier], (name, between)
-                assert between[-2:] == ["write back", "wait"], (name, between)
+                # not only begun by the release: it is over before the flag is raised
+                behind = between[barrier + 1 :]
+                assert ("write back", "wait") in zip(behind, behind[1:], strict=False), (name, between)
 
 
 def test_partials_are_read_after_a_flag_was_acquired_by_all_waves(reports):
