@@ -145,3 +145,15 @@ def attend_over_ranks(
         largest = torch.finfo(output.dtype).max
         merged = (merged / out_scale).clamp(-largest, largest)
     output.copy_(merged)
+
+
+def rehearse(query: torch.Tensor, output: torch.Tensor, ranks: Ranks, *, exchange: str) -> None:
+    """Take the memory that `attend_over_ranks` takes beside the cache, as vLLM leaves the rest of the GPU to the cache.
+
+    query, output: see there; they are left as they are. Every rank makes the same call. Raises LostRank.
+    """
+    if query.dtype.itemsize == 1:
+        query = query.bfloat16()  # float8 queries do not travel as they are
+    gathered = ranks.all_gather(query).transpose(0, 1).flatten(1, 2)
+    part = query.new_zeros(*gathered.shape[:2], output.shape[-1], dtype=torch.float32)
+    merge_across_ranks(part, part[..., 0].contiguous(), ranks, exchange)

@@ -16,7 +16,13 @@ from numa_attention.kv_cache import write_pages
 from numa_attention.runner import attend
 from vllm_numa_backend import NAME, settings
 from vllm_numa_backend.compat import split_kv_cache
-from vllm_numa_backend.context_parallel import VllmRanks, attend_over_ranks, exchange, fault_of_layer
+from vllm_numa_backend.context_parallel import (
+    VllmRanks,
+    attend_over_ranks,
+    exchange,
+    fault_of_layer,
+    rehearse,
+)
 from vllm_numa_backend.metadata import NumaSwizzleMetadata
 from vllm_numa_backend.remedy import another_backend
 
@@ -159,6 +165,8 @@ class NumaSwizzleImpl(AttentionImpl[NumaSwizzleMetadata]):
             )
         if attn_metadata is None:
             # vLLM measures memory with no step to run
+            if self.ranks is not None:
+                rehearse(query, output, self.ranks, exchange=self.exchange)
             return output.zero_()
         # outside graphs this runs for every layer of every step: as few torch calls as can be
         tokens = attn_metadata.num_actual_tokens

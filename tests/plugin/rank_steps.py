@@ -105,6 +105,7 @@ def all_steps(ranks: Ranks, model: Path, pieces: list[list[torch.Tensor]]) -> di
         found["peers out of reach"] = _peers_out_of_reach(ranks, model)
         found["images and causality by request"] = _spans_and_causality(ranks, model)
         found["output in float8"] = _float8_output(ranks, model)
+        found["profiling run"] = _profiling_run(ranks, model)
         found |= _refusals(ranks, model)
     return found
 
@@ -192,6 +193,21 @@ def _float8_output(ranks: Ranks, model: Path) -> list[float]:
         layer.impl.forward(layer, query, key, key, layer.kv_cache, metadata, out, torch.tensor([0.01]))
         assert torch.equal(out.float(), (plain / 0.01).clamp(-448, 448).to(out.dtype).float())
         return [float(plain[1:].abs().max())]
+
+
+def _profiling_run(ranks: Ranks, model: Path) -> list[int]:
+    """Without a step the output is 0, and the memory of one has been taken: the sizes that were gathered and merged."""
+    with rank_rig(model, ranks, 1, windows=(None,)) as r:
+        (layer,) = r.layers
+        taken: list[int] = []
+        for name in ("all_gather", "reduce_scatter"):
+            collective = getattr(layer.impl.ranks, name)
+            setattr(layer.impl.ranks, name, lambda x, run=collective: taken.append(x.numel()) or run(x))
+        query = r.random(5, HEADS_A_RANK, layer.head_size)
+        out = torch.full_like(query, math.nan)
+        layer.impl.forward(layer, query, None, None, layer.kv_cache, None, out)
+        assert torch.equal(out, torch.zeros_like(out))
+        return taken
 
 
 def _refusals(ranks: Ranks, model: Path) -> dict[str, str]:

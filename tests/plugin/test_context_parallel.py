@@ -65,6 +65,12 @@ def test_a_rank_that_was_missed_ends_the_next_step(results):
         assert f"rank {1 - rank} did not deliver launch 7 within 60 s" in found["lost rank"]
 
 
+def test_the_memory_of_a_step_is_measured(results):
+    """vLLM measures with no step: queries, LSEs and outputs of 5 tokens travel all the same."""
+    for found in results:
+        assert found["profiling run"] == [5 * 3 * 32, 5 * 6, 5 * 6 * 32]
+
+
 def test_output_in_float8_and_rows_of_padding(results):
     for found in results:
         assert found["output in float8"] == [0.0]  # of the row that no request owns
