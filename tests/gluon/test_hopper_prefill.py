@@ -429,6 +429,10 @@ def test_the_dispatcher_chooses_it_where_it_takes_the_layer():
     assert variant == choose_prefill(shape, sm_90, "triton", kernel="hopper-prefill")
     assert choose_prefill(shape, sm_90, "triton", kernel="portable-prefill").name == "portable-prefill"
     assert choose_prefill(shape, pretend("sm_100"), "triton").name == "portable-prefill"
+    # not measured yet
+    cached = dataclasses.replace(shape, kv_dtype=torch.float8_e4m3fn)
+    assert choose_prefill(cached, sm_90, "triton").name == "portable-prefill"
+    assert choose_prefill(cached, sm_90, "triton", kernel="hopper-prefill").name == "hopper-prefill"
     other = dataclasses.replace(shape, head_dim=80, head_dim_v=80)
     variant = choose_prefill(other, sm_90, "triton")
     assert variant.name == "portable-prefill" and "hopper-prefill takes head sizes" in variant.instead_of
