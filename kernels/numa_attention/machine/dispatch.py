@@ -62,6 +62,7 @@ MEASURED = (
     Measured("H200", "swizzled-head-first", 1, 128, 128, 32768, 2, 0.9660, None, ONE_H200),
     Measured("H200", "swizzled-head-first", 1, 64, 8, 32768, 8, 0.8437, None, ONE_H200),
     Measured("H200", "swizzled-head-first", 4, 32, 32, 16384, 4, 0.9359, None, ONE_H200),
+    Measured("H200", "swizzled-block-first", 2, 64, 64, 16384, 8, 0.2157, None, ONE_H200),
     Measured("MI355X", "block-first", 1, 64, 64, 65536, 1, 0.024, None, PUBLISHED),
     Measured("MI355X", "head-first", 1, 64, 64, 65536, 1, 0.936, None, f"{PUBLISHED}: 6 % faster"),
 )
