@@ -1,14 +1,10 @@
 """What the compiler makes of the kernel that merges across devices: above all, the order of its memory accesses."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from numa_attention.jit import SETTING
+from tests.compiled import reports_of
 
 pytestmark = pytest.mark.slow
 
@@ -16,16 +12,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, dict]:
     """The reports of compile_merging.py, by generation."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", SETTING)
-    }
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
     script = Path(__file__).with_name("compile_merging.py")
-    done = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return {report["generation"]: report for report in map(json.loads, done.stdout.splitlines())}
+    return reports_of(script, tmp_path_factory.mktemp("cache"), key="generation")
 
 
 def test_nothing_spills(reports):

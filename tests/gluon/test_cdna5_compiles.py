@@ -1,16 +1,12 @@
 """What the compiler makes of the gfx1250 kernels: registers, LDS, and what is in the loop over KV tiles."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from numa_attention import gluon_compat
 from numa_attention.decode.cdna5_variant import OLDEST_TRITON
-from numa_attention.jit import SETTING
+from tests.compiled import reports_of
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -23,16 +19,7 @@ pytestmark = [
 
 def compiled(phase: str, cache: Path) -> dict[str, dict]:
     """The reports of compile_cdna5.py, by name."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", SETTING)
-    }
-    environment |= {"TRITON_CACHE_DIR": str(cache)}
-    script = Path(__file__).with_name("compile_cdna5.py")
-    done = subprocess.run(
-        [sys.executable, script, phase], env=environment, capture_output=True, text=True, timeout=800
-    )
-    assert done.returncode == 0, done.stderr
-    return {report["name"]: report for report in map(json.loads, done.stdout.splitlines())}
+    return reports_of(Path(__file__).with_name("compile_cdna5.py"), cache, phase, timeout=800)
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,12 @@
 """What the compiler makes of the sm_90 decode kernel: registers, shared memory, and what is in its loops."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from numa_attention.decode.hopper_variant import SHARED_BYTES
-from numa_attention.jit import SETTING
+from tests.compiled import reports_of
 
 pytestmark = pytest.mark.slow
 # unpacked float8 tiles beside 64 rows of accumulators: registers spill around the loop, one of them inside
@@ -20,16 +16,8 @@ SPILLS = {"fp8 64 rows": 50}
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, dict]:
     """The reports of compile_hopper.py, by name."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", SETTING)
-    }
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
     script = Path(__file__).with_name("compile_hopper.py")
-    done = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return {report["name"]: report for report in map(json.loads, done.stdout.splitlines())}
+    return reports_of(script, tmp_path_factory.mktemp("cache"))
 
 
 def test_nothing_spills_and_two_workgroups_share_a_multiprocessor(reports):

@@ -1,15 +1,11 @@
 """What the compiler makes of the sm_90 prefill kernel: registers, shared memory, and what is in its main loop."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from numa_attention.jit import SETTING
 from numa_attention.prefill.hopper_variant import SHARED_BYTES
+from tests.compiled import reports_of
 from tests.gluon.compile_hopper_prefill import FLOAT8_LAYERS, LAYERS
 
 pytestmark = pytest.mark.slow
@@ -21,16 +17,8 @@ SPILLS = 300
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, dict]:
     """The reports of compile_hopper_prefill.py, by name."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", SETTING)
-    }
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
     script = Path(__file__).with_name("compile_hopper_prefill.py")
-    done = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return {report["name"]: report for report in map(json.loads, done.stdout.splitlines())}
+    return reports_of(script, tmp_path_factory.mktemp("cache"))
 
 
 def count(opcodes: dict[str, int], *prefixes: str) -> int:
