@@ -26,7 +26,7 @@ REGISTERS = {
 }  # of a thread, by workgroups of an SM: eight warps, of which the four that compute get more
 # larger tiles leave no registers for the scores of two: rows x head_dim x keys, by bytes of an element
 FOUR_STAGE = {2: 64 * 128 * 64, 1: 8 * 128 * 128}
-FOUR_STAGE_FLOAT8_HEAD_DIM = 128
+FLOAT8_HEAD_DIM = 128  # above it unpacked values leave no registers for wide tiles, nor for two
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ def stages_of(shape: LayerShape, rows: int, workgroups_per_unit: int, block_n: i
 def tile_of(shape: LayerShape, rows: int) -> HopperTile:
     """The tile for a layer that the kernel takes and packed query tiles of `rows` rows."""
     float8 = shape.kv_dtype.itemsize == 1
-    block_n = WIDE_BLOCK_N if float8 and shape.head_dim <= 128 else BLOCK_N
+    large = float8 and shape.head_dim > FLOAT8_HEAD_DIM
+    block_n = WIDE_BLOCK_N if float8 and not large else BLOCK_N
     fits = rows * shape.head_dim * block_n <= FOUR_STAGE[shape.kv_dtype.itemsize]
-    fits &= not (float8 and shape.head_dim > FOUR_STAGE_FLOAT8_HEAD_DIM)
-    form = "four-stage" if fits else "two-stage"
+    form = "four-stage" if fits and not large else "two-stage"
     # two workgroups hide each other's waits, where each can still copy ahead
     for workgroups in (2, 1):
         stages = stages_of(shape, rows, workgroups, block_n)
