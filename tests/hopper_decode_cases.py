@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import random
 
 import torch
 
@@ -11,7 +11,8 @@ from numa_attention.schedule import Schedule
 from numa_attention.topology import Topology, detect, pretend
 from numa_attention.variants import choose_decode
 from tests.kernel_step import check_planned, make_planner, shape_of
-from tests.support import LAYOUTS, PagedCase, make_paged_case
+from tests.random_draws import Layer, draw_step
+from tests.support import LAYOUTS, PagedCase, make_paged_case, poison_left_of_windows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -45,6 +46,7 @@ def check_decode(
         topology=topology,
         max_decode_query=queries,
         decode_variant=variant,
+        extend=False,
     )
     # float16 products of bfloat16 queries are as exact as bfloat16 says
     mark = torch.bfloat16 if case.k_pages.dtype.itemsize == 1 else None
@@ -60,7 +62,7 @@ def bf16_case(*arguments, **options) -> PagedCase:
 def check_all(form: str, device: str) -> None:
     """Head sizes, types, layouts, groups, pages, masks, splits, empty requests."""
     on = {"device": device}
-    random = torch.Generator().manual_seed(1)
+    numbers = torch.Generator().manual_seed(1)
     for head_dim, kv_dtype in (
         (64, None),
         (64, E4M3),
@@ -90,7 +92,7 @@ def check_all(form: str, device: str) -> None:
         )
         check_decode(case, form, **on)
     print("groups", flush=True)
-    sinks, slopes = (torch.randn(6, generator=random).to(device) for _ in range(2))
+    sinks, slopes = (torch.randn(6, generator=numbers).to(device) for _ in range(2))
     case = bf16_case([1, 2], [70, 150], q_heads=6, kv_heads=2, head_dim=128, **on)
     check_decode(case, form, soft_cap=3.0, sinks=sinks, alibi_slopes=slopes.abs() * 0.1, **on)
     for window in (0, 33, 100):
@@ -106,8 +108,32 @@ def check_all(form: str, device: str) -> None:
 def windowed_case(query_lens: list[int], seq_lens: list[int], window: int, **options) -> PagedCase:
     """A case whose keys left of every window are NaN too."""
     case = bf16_case(query_lens, seq_lens, q_heads=2, kv_heads=1, **options)
-    for request, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        token = torch.arange(max(length - queries - window, 0))
-        for cache in (case.k_pages, case.v_pages):
-            cache[case.block_table[request].long().cpu()[token // 16], token % 16] = math.nan
+    poison_left_of_windows(case, window)
     return case
+
+
+RANDOM_LAYERS = (
+    Layer(8, 8, 128, 16),
+    Layer(2, 4, 128, 64, queries=4, aligned=False),
+    Layer(3, 3, 64, 16, window=100, sinks=True),
+    Layer(1, 64, 128, 64),
+    Layer(2, 2, 256, 32, window=50, soft_cap=30.0, queries=2, aligned=False),
+    Layer(8, 8, 128, 16, kv_dtype=E4M3),
+    Layer(1, 24, 128, 528, kv_dtype=E5M2, sinks=True, queries=8),
+    Layer(2, 8, 64, 64, kv_dtype=E4M3, soft_cap=5.0, aligned=False),
+    Layer(1, 32, 256, 64, kv_dtype=E4M3, window=7),
+    Layer(1, 8, 128, 64, kv_dtype=E4M3),
+    Layer(4, 4, 128, 32, dtype=torch.float16, alibi=True, queries=3),
+    Layer(2, 5, 64, 48, dtype=torch.float16, kv_dtype=E5M2, sinks=True, alibi=True, aligned=False),
+)
+
+
+def check_random_step(
+    generator: random.Random, layer: Layer, device: str, *, longest: int = 3000, **options
+) -> None:
+    """Draw up to six requests, some without queries, for a layer of RANDOM_LAYERS and compare with the reference."""
+    query_lens = [generator.randint(0, layer.queries) for _ in range(generator.randint(1, 6))]
+    # always as many, so that the same kernel is chosen
+    query_lens[generator.randrange(len(query_lens))] = layer.queries
+    case, drawn = draw_step(generator, layer, query_lens, longest, device)
+    check_decode(case, None, device=device, window=layer.window, **drawn, **options)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import random
 
 import torch
 
-from numa_attention.prefill.hopper_variant import FORM, ROWS
+from numa_attention.prefill.hopper_variant import FLOAT8_FORM, FORM, ROWS
 from numa_attention.schedule import Schedule
 from numa_attention.topology import detect, pretend
 from numa_attention.variants import choose_prefill
 from tests.kernel_step import check_planned, make_planner, shape_of
-from tests.support import LAYOUTS, PagedCase, make_paged_case
+from tests.random_draws import Layer, draw_step
+from tests.support import LAYOUTS, PagedCase, make_paged_case, poison_left_of_windows
 
 
 def check_prefill(
     case: PagedCase, form: str = FORM, *, device: str = "cpu", window: int = -1, consumers: int = 2,
     block_n: int | None = None, stages: int | None = None, planner_options: dict | None = None, **options,
 ) -> Schedule:  # fmt: skip
-    """Prefill all requests of a case with one form and compare with the reference; returns the schedule."""
+    """Prefill all requests of a case with one form and compare with the reference; returns the schedule.
+
+    A few queries over a long prefix are prefilled too.
+    """
     topology = detect(device) if device == "cuda" else pretend("sm_90")
     variant = choose_prefill(shape_of(case, window), topology, "triton", kernel="hopper-prefill")
     variant = dataclasses.replace(
@@ -35,7 +39,7 @@ def check_prefill(
         kernels="triton",
         topology=topology,
         prefill_variant=variant,
-        **(planner_options or {}),
+        **({"extend": False} | (planner_options or {})),
     )
     return check_planned(case, planner, num_decodes=0, **options)
 
@@ -52,18 +56,14 @@ def float8_case(*arguments, **options) -> PagedCase:
 def windowed_case(query_lens: list[int], seq_lens: list[int], window: int, **options) -> PagedCase:
     """A case whose keys left of every window are NaN too."""
     case = make_paged_case(query_lens, seq_lens, **{"dtype": torch.bfloat16, **options})
-    page_size = case.k_pages.shape[1]
-    for request, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        token = torch.arange(max(length - queries - window, 0))
-        for cache in (case.k_pages, case.v_pages):
-            cache[case.block_table[request].long().cpu()[token // page_size], token % page_size] = math.nan
+    poison_left_of_windows(case, window)
     return case
 
 
 def check_all(form: str, device: str, **tile: int) -> None:
     """Head sizes, types, layouts, groups, pages, masks, empty requests; prints each kind as it is done."""
     on = {"device": device}
-    random = torch.Generator().manual_seed(1)
+    numbers = torch.Generator().manual_seed(1)
 
     def check(case: PagedCase, **options) -> None:
         check_prefill(case, form, **on, **(tile | options))
@@ -85,7 +85,7 @@ def check_all(form: str, device: str, **tile: int) -> None:
     for group in (1, 3, 5, 16, 64, 128):
         check(bf16_case([130, 9], [1000, 63], q_heads=group, kv_heads=1, head_dim=128, **on))
     print("groups", flush=True)
-    sinks, slopes = (torch.randn(6, generator=random).to(device) for _ in range(2))
+    sinks, slopes = (torch.randn(6, generator=numbers).to(device) for _ in range(2))
     case = bf16_case([70, 200], [70, 450], q_heads=6, kv_heads=2, head_dim=128, **on)
     check(case, sinks=sinks, alibi_slopes=slopes.abs() * 0.1)
     check(case, sinks=sinks, soft_cap=3.0)
@@ -96,3 +96,55 @@ def check_all(form: str, device: str, **tile: int) -> None:
     check(bf16_case([9, 5, 70, 0], [5, 0, 66, 0], head_dim=128, **on))
     check(bf16_case([4000] * 3, [4000] * 3, q_heads=4, kv_heads=4, head_dim=128, page_size=64, **on))
     print("empty requests, and more tiles than units", flush=True)
+
+
+E4M3 = torch.float8_e4m3fn
+# every head size and type of the kernel, and every mask and option with some of them
+RANDOM_LAYERS = (
+    Layer(8, 8, 128, 16, form=FORM),
+    Layer(2, 4, 128, 64, form=f"{FORM} staged", aligned=False),
+    Layer(3, 3, 64, 16, window=100, sinks=True, form=FORM),
+    Layer(16, 1, 128, 528, form="ahead copied"),
+    Layer(2, 2, 256, 32, window=50, soft_cap=30.0, form=FORM),
+    Layer(1, 24, 192, 64, 128, sinks=True, form=FORM),
+    Layer(2, 5, 128, 128, window=700, form="turns persistent roomy", aligned=False),
+    Layer(1, 128, 64, 48, soft_cap=5.0, form=FORM),
+    Layer(4, 4, 64, 32, dtype=torch.float16, alibi=True, form=FORM, aligned=False),
+    Layer(2, 8, 128, 16, dtype=torch.float16, window=300, soft_cap=20.0, sinks=True, alibi=True, form=FORM),
+    Layer(4, 1, 192, 16, 128, dtype=torch.float16, window=0, form="persistent", aligned=False),
+    Layer(1, 8, 256, 64, dtype=torch.float16, sinks=True, form=FORM),
+    Layer(2, 4, 256, 16, causal=False, form="ahead turns copied", aligned=False),
+    Layer(1, 6, 192, 128, 128, soft_cap=15.0, alibi=True, form=FORM),
+    Layer(8, 2, 64, 64, causal=False, sinks=True, form=f"{FORM} staged"),
+    Layer(2, 16, 128, 80, window=2000, alibi=True, form="", aligned=False),
+    Layer(2, 4, 64, 16, kv_dtype=E4M3, form=FLOAT8_FORM),
+    Layer(1, 8, 128, 64, kv_dtype=E4M3, window=300, sinks=True, form=FLOAT8_FORM, aligned=False),
+    Layer(2, 3, 192, 48, 128, kv_dtype=E4M3, form=FLOAT8_FORM),
+    Layer(
+        4, 2, 128, 528, dtype=torch.float16, kv_dtype=E4M3, soft_cap=10.0, alibi=True, form=f"{FORM} summed"
+    ),
+)
+
+
+def check_random_step(
+    generator: random.Random,
+    layer: Layer,
+    device: str,
+    *,
+    most_queries: int = 800,
+    longest: int = 3000,
+    **options,
+) -> None:
+    """Draw up to five requests, some without queries, for a layer of RANDOM_LAYERS and compare with the reference."""
+    query_lens = [
+        generator.choice((0, 1, *(generator.randint(1, most_queries) for _ in range(4))))
+        for _ in range(generator.randint(1, 5))
+    ]
+    if not any(query_lens):
+        query_lens[-1] = most_queries
+    case, drawn = draw_step(generator, layer, query_lens, longest, device)
+    check_prefill(
+        case, layer.form, device=device, window=layer.window, stages=2 if "staged" in layer.form else None,
+        # float16 has three bits more than two numbers of e4m3
+        mark=None if layer.kv_dtype is None else torch.bfloat16, **drawn, **options,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from numa_attention import reference, runner
 from numa_attention.schedule import Planner, Schedule, StepBatch
 from numa_attention.shapes import CONTIGUOUS, FLOAT8, LayerShape
 from numa_attention.topology import Topology, detect, pretend
+from tests import batched_reference
 from tests.support import PagedCase, assert_close, relative_error
 
 # parametrises a test over the kernels that attend here
@@ -103,14 +105,20 @@ def make_planner(
     return planner
 
 
-def run(case: PagedCase, schedule: Schedule, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE of one layer's call, from buffers that held NaN; the LSE is written through a transposed view."""
+def run(
+    case: PagedCase, schedule: Schedule, lse_columns: int = 0, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of one layer's call, from buffers that held NaN.
+
+    The LSE is written through a transposed view, of a tensor that has lse_columns at least.
+    """
     out = case.poisoned_output()
     if options.get("q_scale") is not None:
         out = out.bfloat16()
     if options.get("out_scale") is not None:
         out = out.to(case.k_pages.dtype if case.k_pages.dtype in FLOAT8 else torch.float8_e4m3fn)
-    lse = torch.full((out.shape[1], out.shape[0]), math.nan, device=out.device).T
+    lse = torch.full((out.shape[1], max(out.shape[0], lse_columns)), math.nan, device=out.device)
+    lse = lse[:, : out.shape[0]].T
     runner.attend(case.q, case.k_pages, case.v_pages, out, schedule, lse=lse, **options)
     return out, lse
 
@@ -141,16 +149,19 @@ def check_planned(
     causal: bool | torch.Tensor = True,
     mark: torch.dtype | float | None = None,
     handed_to: str | None = None,
+    lse_columns: int = 0,
+    attention: Callable | None = None,
     **options,
 ) -> Schedule:
     """The same with a planner at hand.
 
     mark: the pass mark or the type whose it is, None for the output's. handed_to: the kernel that takes the call over.
+    lse_columns: see `run`. attention: the reference, by default the specification, and on a GPU the batched one.
     """
     options.setdefault("scale", case.q.shape[2] ** -0.5)
     schedule = planner.plan(step_of(case, num_decodes, causal, options.get("spans") is not None))
     runner.ran.clear()
-    out, lse = run(case, schedule, **options)
+    out, lse = run(case, schedule, lse_columns, **options)
     ran = {
         plan.variant.name for plan in (schedule.decode, schedule.prefill, schedule.extend) if plan is not None
     }
@@ -158,20 +169,26 @@ def check_planned(
     factors = ("q_scale", "k_scale", "v_scale")
     factors = {name: 1.0 if options.get(name) is None else options[name] for name in factors}
     out_scale = options.pop("out_scale", None)
-    expected, expected_lse = reference.attention(
+    attention = attention or reference_on(case.q.device)
+    expected, expected_lse = attention(
         *case.arguments(), window=planner.shape.window, causal=causal, **{**options, **factors}
     )
     if out_scale is None:
         assert_close(out, expected, mark)
     else:
         check_float8(out, expected / float(out_scale), 1e-2 if case.q.dtype == torch.float32 else 4e-2)
-    lse = lse.cpu().double()
+    lse = lse.to(expected_lse.device).double()
     seen = expected_lse.isfinite()
     assert torch.equal(lse == -math.inf, ~seen), "rows that see no key have an LSE of -inf, and no others"
     assert not seen.any() or (lse - expected_lse)[seen].abs().max() < (
         0.1 if isinstance(mark, float) else 1e-4 if case.q.dtype == torch.float32 else 2e-2
     )
     return schedule
+
+
+def reference_on(device: torch.device) -> Callable:
+    """The specification itself where kernels run on the CPU, which goes over one row at a time."""
+    return batched_reference.attention if device.type == "cuda" else reference.attention
 
 
 def check_float8(out: torch.Tensor, expected: torch.Tensor, mark: float) -> None:

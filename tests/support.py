@@ -51,6 +51,7 @@ def make_paged_case(
     kv_dtype: torch.dtype | None = None,
     layout: str = "pages-2",
     unused_pages: int = 3,
+    columns: int = 1,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> PagedCase:
@@ -58,35 +59,74 @@ def make_paged_case(
 
     Pages of a request are scattered over the cache. Whatever no request owns is NaN: unused pages, the tail
     of each last page, page 0, and the gaps of the layout. Entries of the block table past a request's pages
-    point to page 0.
+    point to page 0. columns: the least that the block table has. The numbers of a seed are those of one kind
+    of device: a GPU draws its own, since it would wait long for a CPU's.
     """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     kv_dtype = dtype if kv_dtype is None else kv_dtype
     random = torch.Generator().manual_seed(seed)
     owned = [math.ceil(length / page_size) for length in seq_lens]
     pages = 1 + sum(owned) + unused_pages
-    block_table = torch.zeros(len(owned), max([*owned, 1]), dtype=torch.int32)
-    scattered = iter((1 + torch.randperm(pages - 1, generator=random)).tolist())
-    for request, count in enumerate(owned):
-        for column in range(count):
-            block_table[request, column] = next(scattered)
+    block_table = torch.zeros(len(owned), max([*owned, columns]), dtype=torch.int32)
+    scattered = 1 + torch.randperm(pages - 1, generator=random)
+    for row, own in zip(block_table, scattered[: sum(owned)].split(owned), strict=True):
+        row[: len(own)] = own
 
+    device = torch.device(device)
+    numbers = random if device.type == "cpu" else torch.Generator(device).manual_seed(seed)
+    block_table = block_table.to(device)
     k_pages, v_pages = empty_pages(pages, page_size, kv_heads, head_dim, head_dim_v, kv_dtype, layout, device)
-    for request, length in enumerate(seq_lens):
-        token = torch.arange(length)
-        page, offset = block_table[request].long()[token // page_size], token % page_size
+    for row, length in zip(block_table, seq_lens, strict=True):
+        token = torch.arange(length, device=device)
         for cache in (k_pages, v_pages):
-            cache[page, offset] = torch.randn(length, *cache.shape[2:], generator=random).to(device, kv_dtype)
+            put_tokens(
+                cache, row, token, torch.randn(length, *cache.shape[2:], generator=numbers, device=device)
+            )
 
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
     return PagedCase(
-        q=torch.randn(int(starts[-1]), q_heads, head_dim, generator=random).to(device, dtype),
+        q=torch.randn(int(starts[-1]), q_heads, head_dim, generator=numbers, device=device).to(dtype),
         k_pages=k_pages,
         v_pages=v_pages,
         query_start_loc=starts.to(device),
         seq_lens=torch.tensor(list(seq_lens), dtype=torch.int32, device=device),
-        block_table=block_table.to(device),
+        block_table=block_table,
     )
+
+
+def put_tokens(pages: torch.Tensor, row: torch.Tensor, token: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Write numbers [n, kv_heads, dim] as the tokens [n] of the request that has this row of the block table."""
+    _bytes(pages)[_places(pages, row, token)] = _bytes(numbers.to(pages.device, pages.dtype))
+
+
+def take_tokens(pages: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """The tokens [n] of the request that has this row of the block table: [n, kv_heads, dim]."""
+    return _bytes(pages)[_places(pages, row, token)].view(pages.dtype)
+
+
+def poison_tokens(case: PagedCase, request: int, token: torch.Tensor) -> None:
+    """Make keys and values of these tokens of a request NaN."""
+    for pages in (case.k_pages, case.v_pages):
+        nothing = _nan((len(token), *pages.shape[2:]), pages.dtype, pages.device)
+        put_tokens(pages, case.block_table[request], token, nothing)
+
+
+def poison_left_of_windows(case: PagedCase, window: int) -> None:
+    """Make the keys and values NaN that no query of their request sees through its window."""
+    for request, (queries, length) in enumerate(
+        zip(case.query_start_loc.diff().tolist(), case.seq_lens.tolist(), strict=True)
+    ):
+        poison_tokens(case, request, torch.arange(max(length - queries - window, 0)))
+
+
+def _places(pages: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    token, page_size = token.to(pages.device), pages.shape[1]
+    return row.to(pages.device).long()[token // page_size], token % page_size
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of one byte as integers, since torch does not move float8 by index everywhere."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def make_contiguous_case(
@@ -110,17 +150,9 @@ def make_contiguous_case(
     kv_heads, head_dim, head_dim_v = case.k_pages.shape[2], case.k_pages.shape[3], case.v_pages.shape[3]
     both = _nan((rows, kv_heads, head_dim + head_dim_v + 8), case.k_pages.dtype, device)
     keys, values = both[..., :head_dim], both[..., head_dim : head_dim + head_dim_v]
-    page_size = case.k_pages.shape[1]
-    for request, (start, length) in enumerate(zip(starts, seq_lens, strict=True)):
-        token = torch.arange(length)
-        place = (
-            case.block_table[request].cpu().long()[token // page_size].to(device),
-            (token % page_size).to(device),
-        )
-        keys[start : start + length], values[start : start + length] = (
-            case.k_pages[place],
-            case.v_pages[place],
-        )
+    for row, start, length in zip(case.block_table, starts, seq_lens, strict=True):
+        for pages, in_a_row in ((case.k_pages, keys), (case.v_pages, values)):
+            in_a_row[start : start + length] = take_tokens(pages, row, torch.arange(length))
     case.k_pages, case.v_pages = keys, values
     case.block_table = torch.tensor(starts, dtype=torch.int32, device=device)[:, None]
     return case
@@ -160,13 +192,13 @@ def empty_pages(
 
 
 def _nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    return torch.full(tuple(shape), math.nan, dtype=torch.float32).to(device, dtype)
+    return torch.full(tuple(shape), math.nan, dtype=torch.float32, device=device).to(dtype)
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     """||out - expected|| / ||expected|| in float64; NaN or an infinity anywhere in `out` gives infinity."""
-    difference = out.detach().cpu().double() - expected.detach().cpu().double()
-    error = difference.norm() / expected.detach().cpu().double().norm().clamp(min=1e-30)
+    expected = expected.detach().to(out.device).double()
+    error = (out.detach().double() - expected).norm() / expected.norm().clamp(min=1e-30)
     return float(error) if error.isfinite() else math.inf
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -13,10 +12,9 @@ import torch
 
 from numa_attention.decode import cdna5_variant
 from tests.gluon.cdna5_step import check_decode, check_prefill
+from tests.random_draws import SEED, share_of_draws
 from tests.support import LAYOUTS, PagedCase, make_paged_case
 
-SEED = int(os.environ.get("NUMA_TEST_SEED", "0"))
-CASES = int(os.environ.get("NUMA_TEST_CASES", "75"))
 GROUPS = (1, 2, 3, 4, 6, 8, 16)
 HEAD_DIMS = ((40, 40), (64, 64), (64, 64), (64, 64), (80, 80), (128, 128), (128, 64))
 
@@ -81,7 +79,6 @@ def draw_prefill(generator: random.Random) -> None:
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("draw", [draw_decode, draw_prefill], ids=["decode", "prefill"])
 def test_random_steps(draw, part):
-    print(f"NUMA_TEST_SEED={SEED}")
     generator = random.Random(SEED * 1000 + part)
-    for _ in range(-(-CASES // 5)):
+    for _ in range(share_of_draws(75, 5)):
         draw(generator)

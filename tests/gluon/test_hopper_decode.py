@@ -26,13 +26,23 @@ from numa_attention.testing import hopper_assembly
 from numa_attention.testing.gluon import Deadlock, GluonFault, Race
 from numa_attention.topology import pretend
 from numa_attention.variants import choose_decode
+from tests import batched_reference
 from tests.gluon.interpreted import interpreted, splits_of
-from tests.hopper_decode_cases import E4M3, E5M2, bf16_case, check_all, check_decode, windowed_case
+from tests.hopper_decode_cases import (
+    E4M3,
+    E5M2,
+    RANDOM_LAYERS,
+    bf16_case,
+    check_all,
+    check_decode,
+    check_random_step,
+    windowed_case,
+)
+from tests.random_draws import SEED, share_of_draws
 from tests.support import LAYOUTS, make_paged_case
 
 hopper_assembly.register()
 forms = pytest.mark.parametrize("form", hopper_variant.FORMS)
-SEED = int(os.environ.get("NUMA_TEST_SEED", "0"))
 CASES = int(os.environ.get("NUMA_TEST_GLUON_CASES", "75"))
 
 
@@ -116,7 +126,7 @@ def test_queries_beyond_the_range_of_float16():
 
 def test_random_steps():
     """Everything mixed, in adversarial orders. NUMA_TEST_SEED and NUMA_TEST_GLUON_CASES draw others and more."""
-    print(f"NUMA_TEST_SEED={SEED}")
+    print(f"NUMA_TEST_SEED={SEED}, {CASES} draws")
     draw = random.Random(SEED)
     for _ in range(CASES):
         requests, kv_heads = draw.randint(1, 3), draw.choice((1, 1, 2))
@@ -153,46 +163,30 @@ def test_on_a_gpu(form):
     check_all(form, "cuda")
 
 
-# KV heads, group, head_dim, cache, page size, window, soft cap, sinks, most query tokens
-GPU_VARIANTS = (
-    (8, 8, 128, None, 16, -1, 0.0, False, 1),
-    (2, 4, 128, None, 64, -1, 0.0, False, 4),
-    (3, 3, 64, None, 16, 100, 0.0, True, 1),
-    (1, 64, 128, None, 64, -1, 0.0, False, 1),
-    (2, 2, 256, None, 32, 50, 30.0, False, 2),
-    (8, 8, 128, E4M3, 16, -1, 0.0, False, 1),
-    (1, 24, 128, E5M2, 528, -1, 0.0, True, 8),
-    (2, 8, 64, E4M3, 64, -1, 5.0, False, 1),
-    (1, 32, 256, E4M3, 64, 7, 0.0, False, 1),
-    (1, 8, 128, E4M3, 64, -1, 0.0, False, 1),
-)
-
-
 @pytest.mark.gpu
 @on_sm_90
-@pytest.mark.parametrize("index", range(len(GPU_VARIANTS)))
+@pytest.mark.parametrize("index", range(len(RANDOM_LAYERS)))
 def test_random_steps_on_a_gpu(index):
-    """NUMA_TEST_CASES (2,000) steps of few compiled variants over all layouts."""
-    print(f"NUMA_TEST_SEED={SEED}")
-    kv_heads, group, head_dim, kv_dtype, page_size, window, cap, with_sinks, queries = GPU_VARIANTS[index]
-    draw = random.Random(SEED * 1000 + index)
-    for _ in range(int(os.environ.get("NUMA_TEST_CASES", "2000")) // len(GPU_VARIANTS)):
-        query_lens = [draw.randint(0, queries) for _ in range(draw.randint(1, 6))]
-        query_lens[0] = queries
-        seq_lens = [n + draw.choice((0, 1, 63, draw.randint(0, 3000))) if n else 0 for n in query_lens]
-        case = bf16_case(
-            query_lens, seq_lens, q_heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim,
-            kv_dtype=kv_dtype, page_size=page_size, layout=draw.choice(LAYOUTS), seed=draw.randrange(1 << 30),
-            device="cuda",
-        )  # fmt: skip
-        options = {}
-        if with_sinks:
-            options["sinks"] = torch.randn(kv_heads * group, device="cuda")
-        if kv_dtype is not None:
-            options |= {
-                name: torch.tensor([draw.uniform(0.5, 2)], device="cuda") for name in ("k_scale", "v_scale")
-            }
-        check_decode(case, None, device="cuda", window=window, soft_cap=cap, **options)
+    """NUMA_TEST_CASES (2,000) steps of few compiled kernels over all layouts."""
+    generator = random.Random(SEED * 1000 + index)
+    for _ in range(share_of_draws(2000, len(RANDOM_LAYERS))):
+        check_random_step(generator, RANDOM_LAYERS[index], "cuda")
+    kernels = len(set(hopper_launch._launch._compiled.values()))
+    print(f"{kernels} compiled kernels in this process")
+
+
+@pytest.mark.parametrize("index", range(len(RANDOM_LAYERS)))
+def test_random_steps_for_gpus(index):
+    """A small one of each, against the reference that a GPU's are compared with."""
+    with interpreted(hopper_launch, hopper.decode_kernel, "sm_90", seed=index) as stand_in:
+        check_random_step(
+            random.Random(index),
+            RANDOM_LAYERS[index],
+            "cpu",
+            longest=80,
+            attention=batched_reference.attention,
+        )
+    assert stand_in.launches == 1
 
 
 RELEASE = "hopper.mbarrier.arrive(empty_v.index(slot), count=1)\n                step += 1\n            slot"

@@ -1,6 +1,7 @@
 """The sm_90 prefill kernel under the Gluon interpreter, against the float64 reference, and what its launch refuses.
 
-`NUMA_TEST_SEED` draws other random steps, `NUMA_TEST_GLUON_CASES` more of them (75).
+`NUMA_TEST_SEED` draws other random steps, `NUMA_TEST_GLUON_CASES` more of them (75). docs/prefill-hopper.md has the
+command for a GPU.
 """
 
 from __future__ import annotations
@@ -37,12 +38,20 @@ from numa_attention.testing import hopper_assembly, interpret
 from numa_attention.testing.gluon import Deadlock, GluonFault, Race, Refused, register_asm
 from numa_attention.topology import pretend
 from numa_attention.variants import choose_prefill
+from tests import batched_reference
 from tests.gluon.interpreted import interpreted
-from tests.hopper_prefill_cases import bf16_case, check_all, check_prefill, windowed_case
+from tests.hopper_prefill_cases import (
+    RANDOM_LAYERS,
+    bf16_case,
+    check_all,
+    check_prefill,
+    check_random_step,
+    windowed_case,
+)
 from tests.kernel_step import check_planned, make_planner, shape_of
+from tests.random_draws import SEED, share_of_draws
 from tests.support import LAYOUTS, make_paged_case
 
-SEED = int(os.environ.get("NUMA_TEST_SEED", "0"))
 CASES = int(os.environ.get("NUMA_TEST_GLUON_CASES", "75"))
 
 
@@ -213,7 +222,7 @@ def draw(generator: random.Random) -> None:
 
 @pytest.mark.parametrize("part", range(5))
 def test_random_steps(part):
-    print(f"NUMA_TEST_SEED={SEED}")
+    print(f"NUMA_TEST_SEED={SEED}, {CASES // 5} draws")
     generator = random.Random(SEED * 1000 + part)
     for _ in range(CASES // 5):
         draw(generator)
@@ -232,41 +241,49 @@ def test_on_a_gpu(form):
     check_all(form, "cuda", **({"stages": 2} if "staged" in form else {}))
 
 
-# KV heads, group, head_dim, head_dim_v, page size, window, soft cap, sinks, form
-GPU_VARIANTS = (
-    (8, 8, 128, 128, 16, -1, 0.0, False, FORM),
-    (2, 4, 128, 128, 64, -1, 0.0, False, f"{FORM} staged"),
-    (3, 3, 64, 64, 16, 100, 0.0, True, FORM),
-    (16, 1, 128, 128, 528, -1, 0.0, False, "ahead copied"),
-    (2, 2, 256, 256, 32, 50, 30.0, False, FORM),
-    (1, 24, 192, 128, 64, -1, 0.0, True, FORM),
-    (2, 5, 128, 128, 128, 700, 0.0, False, "turns persistent roomy"),
-    (1, 128, 64, 64, 48, -1, 5.0, False, FORM),
-)
-
-
 @pytest.mark.gpu
 @on_sm_90
-@pytest.mark.parametrize("index", range(len(GPU_VARIANTS)))
+@pytest.mark.parametrize("index", range(len(RANDOM_LAYERS)))
 def test_random_steps_on_a_gpu(index):
-    """NUMA_TEST_CASES (400) steps of few compiled variants over all layouts."""
-    print(f"NUMA_TEST_SEED={SEED}")
-    kv_heads, group, head_dim, head_dim_v, page_size, window, cap, with_sinks, form = GPU_VARIANTS[index]
+    """NUMA_TEST_CASES (2,000) steps of few compiled kernels over all layouts."""
     generator = random.Random(SEED * 1000 + index)
-    for _ in range(int(os.environ.get("NUMA_TEST_CASES", "400")) // len(GPU_VARIANTS)):
-        query_lens = [generator.randint(0, 800) for _ in range(generator.randint(1, 5))]
-        query_lens[0] += 1
-        seq_lens = [
-            n + generator.choice((0, 1, 63, generator.randint(0, 3000))) if n else 0 for n in query_lens
-        ]
-        case = bf16_case(
-            query_lens, seq_lens, q_heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim,
-            head_dim_v=head_dim_v, page_size=page_size, layout=generator.choice(LAYOUTS),
-            seed=generator.randrange(1 << 30), device="cuda",
+    for _ in range(share_of_draws(2000, len(RANDOM_LAYERS))):
+        check_random_step(generator, RANDOM_LAYERS[index], "cuda")
+    kernels = len(set(hopper_launch._launch._compiled.values()))
+    print(f"{kernels} compiled kernels in this process")
+
+
+@pytest.mark.parametrize("index", range(len(RANDOM_LAYERS)))
+def test_random_steps_for_gpus(index):
+    """A small one of each, against the reference that a GPU's are compared with; their buffers fit into an SM."""
+    hopper_assembly.register()
+    layer = RANDOM_LAYERS[index]
+    with (
+        interpreted(hopper_launch, hopper.prefill_kernel, "sm_90", seed=index) as stand_in,
+        mock.patch.object(hopper_launch, "size_of", lambda device: (3, 1 << 40)),
+        mock.patch.object(hopper_launch, "constants_of", wraps=hopper_launch.constants_of) as constants_of,
+    ):
+        check_random_step(
+            random.Random(index), layer, "cpu", most_queries=max(24 // layer.group, 2), longest=150,
+            attention=batched_reference.attention,
         )  # fmt: skip
-        sinks = torch.randn(kv_heads * group, device="cuda") if with_sinks else None
-        stages = 2 if "staged" in form else None
-        check_prefill(case, form, device="cuda", window=window, soft_cap=cap, sinks=sinks, stages=stages)
+    assert stand_in.launches == 1
+    shape, variant = constants_of.call_args.args[:2]
+    shared = hopper_variant.shared_bytes(shape, 2, variant.block_n, variant.num_stages, variant.form)
+    assert shared <= hopper_variant.SHARED_BYTES
+
+
+def test_random_steps_for_gpus_have_everything():
+    """Every head size, in each of the types that the kernel takes for it."""
+    float8 = [
+        (layer.head_dim, layer.head_dim_v or layer.head_dim) for layer in RANDOM_LAYERS if layer.kv_dtype
+    ]
+    assert set(float8) == set(hopper_variant.FLOAT8_TILES)
+    for dtype in (torch.float16, torch.bfloat16):
+        plain = [layer for layer in RANDOM_LAYERS if layer.dtype == dtype and layer.kv_dtype is None]
+        assert {(layer.head_dim, layer.head_dim_v or layer.head_dim) for layer in plain} == set(
+            hopper_variant.TILES
+        )
 
 
 # ---- mistakes ----

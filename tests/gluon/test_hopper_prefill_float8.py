@@ -20,15 +20,15 @@ from numa_attention.prefill import (
 )
 from numa_attention.prefill.hopper_variant import FLOAT8_FORM, FLOAT8_WORDS, FORM
 from numa_attention.testing import hopper_assembly
-from tests.gluon.test_hopper_prefill import SEED, check, check_mistake, on_sm_90
-from tests.hopper_prefill_cases import check_prefill, float8_case, windowed_case
+from tests.gluon.test_hopper_prefill import check, check_mistake, on_sm_90
+from tests.hopper_prefill_cases import E4M3, check_prefill, float8_case, windowed_case
+from tests.random_draws import SEED
 from tests.support import LAYOUTS, make_paged_case
 
 hopper_assembly.register()
 CASES = int(os.environ.get("NUMA_TEST_GLUON_CASES", "75")) // 5
 FLOAT8_MARK = 4e-2  # where queries or probabilities are rounded to float8
 ROUNDED = "rounded-queries rounded-probabilities"
-E4M3 = torch.float8_e4m3fn
 
 
 def mark_of(form: str) -> float | None:
@@ -105,7 +105,7 @@ def test_queries_of_any_size(power):
 
 
 def test_random_steps():
-    print(f"NUMA_TEST_SEED={SEED}")
+    print(f"NUMA_TEST_SEED={SEED}, {CASES} draws")
     generator = random.Random(SEED + 8)
     for _ in range(CASES):
         group = generator.choice((1, 2, 3, 8))
