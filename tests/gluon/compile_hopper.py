@@ -28,6 +28,7 @@ def layers() -> dict[str, tuple[dict, dict]]:
     found["fp8 head_dim 64"] = dict(head_dims=(64, 64), float8=E4M3), {}
     found["bf16 head_dim 256"] = dict(head_dims=(256, 256), page_size=64), {}
     found["fp8 head_dim 256"] = dict(head_dims=(256, 256), page_size=64, float8=E4M3), {}
+    found["fp8 head_dim 256, 64 rows"] = dict(head_dims=(256, 256), group=64, page_size=64, float8=E4M3), {}
     found["everything"] = EVERYTHING, {}
     return found
 

@@ -99,10 +99,21 @@ def test_window_reads_nothing_left_of_it(form, window, kv_dtype):
     check(case, form, window=window)
 
 
-@pytest.mark.parametrize(("queries", "heads", "kv_dtype"), [(3, 5, None), (1, 64, E4M3)])
-def test_several_query_tokens_and_a_wide_group(queries, heads, kv_dtype):
-    case = bf16_case([queries, 1], [70, 63], q_heads=heads, kv_heads=1, head_dim=128, kv_dtype=kv_dtype)
-    check(case, "two-stage")
+@pytest.mark.parametrize(
+    ("queries", "heads", "head_dim", "kv_dtype"), [(3, 5, 128, None), (1, 64, 128, E4M3), (1, 64, 256, E4M3)]
+)
+def test_several_query_tokens_and_a_wide_group(queries, heads, head_dim, kv_dtype):
+    case = bf16_case([queries, 1], [70, 63], q_heads=heads, kv_heads=1, head_dim=head_dim, kv_dtype=kv_dtype)
+    # the ring that the dispatcher chooses
+    check(case, None if head_dim == 256 else "two-stage")
+
+
+def test_a_large_float8_tile_of_64_rows_has_a_multiprocessor_to_itself():
+    shape = LayerShape(64, 1, 256, 256, torch.bfloat16, E4M3, 64)
+    tile = hopper_variant.tile_of(shape, 64)
+    assert (tile.workgroups_per_unit, tile.form) == (1, "two-stage") and tile.stages > 2
+    assert hopper_variant.registers_of(shape, 64, tile.stages, tile.block_n) == 255
+    assert hopper_variant.tile_of(shape, 32).workgroups_per_unit == 2
 
 
 @forms

@@ -84,8 +84,9 @@ def tile_of(shape: LayerShape, rows: int) -> HopperTile:
     block_n = WIDE_BLOCK_N if float8 and not large else BLOCK_N
     fits = rows * shape.head_dim * block_n <= FOUR_STAGE[shape.kv_dtype.itemsize]
     form = "four-stage" if fits and not large else "two-stage"
-    # two workgroups hide each other's waits, where each can still copy ahead
-    for workgroups in (2, 1):
+    # two workgroups hide each other's waits, where each can still copy ahead; unpacked values and the accumulator of 64
+    # rows want all registers
+    for workgroups in (1,) if large and rows == MOST_ROWS else (2, 1):
         stages = stages_of(shape, rows, workgroups, block_n)
         if stages >= 2:
             return HopperTile(block_n, stages, form, workgroups)
