@@ -11,12 +11,14 @@ import triton.language as tl
 
 from numa_attention.domain_map import SM_IDS, NoDomainMap
 from numa_attention.jit import interpreting, kernel
-from numa_attention.placement_device import own_place
+from numa_attention.placement_device import GENERATIONS, own_place
+from numa_attention.topology import Topology
 
 LINE = 128  # bytes of an L2 line
 SPREAD = 32 << 20  # bytes over which the addresses are strewn: they hash to every slice of both partitions
 # the first workgroup on an SM measures: with more of them than SMs, and some launches, each SM gets one
 WORKGROUPS_PER_UNIT, MOST_LAUNCHES = 8, 8
+XCC_WORKGROUPS_PER_UNIT = 4  # of the launch that shows how an AMD device deals workgroups
 
 # Nothing of the hardware or of ptxas keeps the second clock behind the value but a barrier whose mask is made of it:
 # the value is 0, so all lanes meet. A weak read would be done once for all repetitions.
@@ -142,3 +144,20 @@ def probe_xccs(device: torch.device | str, workgroups: int) -> torch.Tensor:
     with torch.cuda.device(device):
         xcc_kernel[(workgroups,)](domains, num_warps=1)
     return domains.cpu()
+
+
+def dealt_xccs(known: Topology) -> dict[str, object]:
+    """What one launch on the AMD device here shows: workgroups of each XCD, and how many w ran on XCD w mod domains."""
+    if known.generation not in GENERATIONS:
+        return {
+            "measured": False,
+            "how": f"{known.generation} does not tell a workgroup on which XCD it runs.",
+        }
+    xccs = probe_xccs("cuda", XCC_WORKGROUPS_PER_UNIT * known.compute_units).tolist()
+    in_turn = sum(xcc == workgroup % known.domains for workgroup, xcc in enumerate(xccs))
+    return {
+        "measured": True,
+        "workgroups_of_xcc": {xcc: xccs.count(xcc) for xcc in sorted(set(xccs))},
+        "first_xccs": xccs[: 2 * known.domains],
+        "dealt_in_turn": in_turn / len(xccs),
+    }

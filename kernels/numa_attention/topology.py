@@ -84,7 +84,7 @@ def detect(device: torch.device | str | None = None) -> Topology:
         generation = properties.gcnArchName.split(":")[0]
         known = PRODUCTS.get(GENERATIONS.get(generation, ""))
         # partitioned modes (CPX, DPX) and MI300A expose fewer XCDs: count them from the compute units
-        domains = max(1, units // CUS_PER_XCD[generation]) if known else 1
+        domains = min(max(1, units // CUS_PER_XCD[generation]), known.domains) if known else 1
         shared = known.shared_bytes if known else 64 * KIB
         per_domain = known.l2_bytes // known.domains if known else l2_bytes
         return Topology(

@@ -244,6 +244,16 @@ def test_what_variant_names_is_what_a_planner_launches(run, line, phase):
     assert answer["domains_per_acc"] == max(map(len, owners.values()))
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_variant_of_a_cpu_needs_no_model(run, phase, monkeypatch):
+    monkeypatch.setenv("NUMA_SWIZZLE_KERNELS", "torch")
+    line = f"{VARIANT.replace('gfx942', 'cpu')} --phase {phase}"
+    code, shown, _ = run(line)
+    assert code == 0 and shown.startswith(f"variant torch-{phase}, tile ") and "one NUMA domain" in shown
+    code, shown, _ = run(f"{line} --json")
+    assert code == 0 and json.loads(shown)["variant"]["name"] == f"torch-{phase}"
+
+
 def test_variant_names_the_kernels_of_gfx1250(run):
     line = "variant --q-heads 64 --kv-heads 2 --phase decode --batch 64 --context 4096 --device gfx1250"
     code, out, _ = run(line)
@@ -256,7 +266,7 @@ def test_variant_names_the_kernels_of_gfx1250(run):
         (L2.replace("h200", "h300"), "unknown machine 'h300'"),
         (L2.replace("h200", "cpu"), "has no CPU"),
         (VARIANT.replace("131072", "9999999999M"), "too many"),
-        (VARIANT.replace("gfx942", "cpu"), "has no CPU"),
+        (VARIANT.replace("gfx942", "cpu") + " --gpus 8", "has no CPU"),
         (L2.replace("--kv-heads 8", "--kv-heads 3"), "multiple of kv_heads"),
         (L2.replace("head-first", "tail-first"), "unknown mapping 'tail-first'"),
         ("plan --model nowhere --context 1M --machine mi300x", "config.json"),

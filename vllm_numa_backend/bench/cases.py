@@ -10,12 +10,16 @@ from numa_attention.schedule import StepBatch
 from numa_attention.shapes import LayerShape
 
 MAX_DECODE_QUERY = 8  # a case with more new tokens a request is a prefill
-ROTATION_BYTES = 256 << 20  # more than four times the largest L2 among the GPUs this is run on
+# more than four times the L2 of the largest NVIDIA GPU, and the 256 MB that MI300X and MI355X have behind theirs
+ROTATION_BYTES = (1 << 30) if torch.version.hip else (256 << 20)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step: `batch` requests of `query_len` new tokens each, `length` cached tokens with them."""
+    """One step: `batch` requests of `query_len` new tokens each, `length` cached tokens with them.
+
+    packed: values beside keys and a page of each KV head in one run, as vLLM 0.32 and later lay a cache out.
+    """
 
     batch: int
     length: int
@@ -27,6 +31,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     head_dim: int = 128
     window: int = -1
+    packed: bool = False
 
     @property
     def name(self) -> str:
@@ -85,9 +90,19 @@ def prefill_cases(kv_dtype: torch.dtype) -> list[Case]:
     return [Case(*row, query_len=row[1], kv_dtype=kv_dtype) for row in rows]
 
 
+def article_cases(kv_dtype: torch.dtype) -> list[Case]:
+    """The ten shapes of AMD's article on decode on the MI450, in pages long enough for clusters of workgroups."""
+    return [
+        Case(64, 4096 << doubling, 64, kv_heads, 512, 1, kv_dtype, packed=True)
+        for kv_heads in (1, 2)
+        for doubling in range(5)
+    ]
+
+
 @dataclass(frozen=True)
 class Tensors:
-    """q and out [tokens, q_heads, head_dim] and kv [pages, 2, page, kv_heads, head_dim] a copy; one step for all."""
+    """q and out [tokens, q_heads, head_dim] and kv [pages, 2, page, kv_heads, head_dim] a copy, a view where the case
+    is packed; one step for all."""
 
     case: Case
     q: list[torch.Tensor]
@@ -95,6 +110,15 @@ class Tensors:
     out: torch.Tensor
     step: StepBatch
     scales: torch.Tensor
+
+
+def empty_cache(case: Case, pages: int, device: torch.device) -> torch.Tensor:
+    """[pages, 2, page, kv_heads, head_dim] in the case's layout."""
+    if case.packed:
+        size = (pages, case.kv_heads, case.page_size, 2, case.head_dim)
+        return torch.empty(size, device=device, dtype=case.kv_dtype).permute(0, 3, 2, 1, 4)
+    size = (pages, 2, case.page_size, case.kv_heads, case.head_dim)
+    return torch.empty(size, device=device, dtype=case.kv_dtype)
 
 
 def make_tensors(case: Case, seed: int = 0, device: torch.device | str = "cuda") -> Tensors:
@@ -125,9 +149,7 @@ def make_tensors(case: Case, seed: int = 0, device: torch.device | str = "cuda")
     )
     kv = []
     for _ in range(copies):
-        pages_kv = torch.empty(
-            total, 2, case.page_size, case.kv_heads, case.head_dim, device=device, dtype=case.kv_dtype
-        )
+        pages_kv = empty_cache(case, total, device)
         # page ranges at a time: random numbers of a large cache would not fit beside it
         for part in pages_kv.split(max(1, (64 << 20) // pages_kv[0].numel())):
             part.copy_(random(*part.shape))

@@ -56,6 +56,7 @@ def as_markdown(report: Report, drawn: list[str]) -> str:
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in report.environment.items()),
         "",
+        *dealt_lines(report),
         "## Right?",
         "",
         f"{sum(check.passed for check in report.checks)} of {len(report.checks)} steps agree with the specification in "
@@ -65,7 +66,7 @@ def as_markdown(report: Report, drawn: list[str]) -> str:
         "|---|---|---|---|---|",
         *(
             f"| {check.name} | {check.variants} | {check.error:.1e} | {check.mark:.0e} | "
-            f"{'' if check.passed else 'WRONG ' + check.complaint} |"
+            f"{'' if check.passed else cell('WRONG ' + check.complaint)} |"
             for check in report.checks
         ),
         "",
@@ -76,8 +77,26 @@ def as_markdown(report: Report, drawn: list[str]) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
+def cell(text: str) -> str:
+    """Text that does not end a cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ").strip()
+
+
+def dealt_lines(report: Report) -> list[str]:
+    """How the device dealt the workgroups of a launch to its XCDs, where it says so."""
+    if not report.dealt.get("measured"):
+        return []
+    counts = ", ".join(f"{xcc}: {count}" for xcc, count in report.dealt["workgroups_of_xcc"].items())
+    return [
+        f"Workgroups of each XCD: {counts}. {report.dealt['dealt_in_turn']:.1%} of the workgroups w ran on XCD w mod "
+        f"{report.device['domains']}, as placement by dispatch trusts; the first on "
+        f"{', '.join(map(str, report.dealt['first_xccs']))}.",
+        "",
+    ]
+
+
 def table_lines(report: Report, table: str, cases: dict[str, list[Timing]]) -> list[str]:
-    """One table. Times are relative to the first row of each case, which is ours."""
+    """One table. Times are relative to the first row of each case that ran, which is ours where ours runs."""
     of_mappings = table == "mappings"
     lines = [f"## {table[0].upper()}{table[1:]}", "", "Case: batch, length, query heads/KV heads, page."]
     lines += ["Hits are computed by the machine model, not measured.", ""] if of_mappings else [""]
@@ -85,10 +104,10 @@ def table_lines(report: Report, table: str, cases: dict[str, list[Timing]]) -> l
     columns += ["hits, computed"] if of_mappings else []
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for case, timings in cases.items():
-        base = timings[0].seconds
+        base = next((each.seconds for each in timings if not math.isnan(each.seconds)), math.nan)
         for timing in timings:
             if math.isnan(timing.seconds):
-                cells = [case, timing.contestant, timing.variant, "", "", f"did not run: {timing.note}"]
+                cells = [case, timing.contestant, timing.variant, "", "", cell(f"did not run: {timing.note}")]
             else:
                 cells = [
                     case, timing.contestant, timing.variant, f"{timing.seconds * 1e6:.1f}",

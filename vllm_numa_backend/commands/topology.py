@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from numa_attention.domain_map import Clusters, DomainMap
     from numa_attention.topology import Topology
 
-WORKGROUPS_PER_UNIT = 4  # of the launch that shows how an AMD device deals workgroups
 SMS_A_LINE = 16
 
 
@@ -66,6 +65,8 @@ def topology(
     if known.domains == 1:
         show(console, known, {"measured": False, "how": how_to_tell(known)}, as_json)
     elif torch.version.hip:
+        from numa_attention.domains_probe import dealt_xccs
+
         show(console, known, dealt_xccs(known), as_json)
     else:
         found = mapped(torch.device("cuda", torch.cuda.current_device()), fresh, plot, latencies)
@@ -148,26 +149,6 @@ def _domains(ids: list[int], found: DomainMap) -> torch.Tensor:
     import torch
 
     return torch.tensor([found.domain_of_sm[sm] for sm in ids])
-
-
-def dealt_xccs(known: Topology) -> dict[str, object]:
-    """What one launch on an AMD device shows: the XCD of each workgroup, and whether they are dealt in turn."""
-    from numa_attention.domains_probe import probe_xccs
-    from numa_attention.placement_device import GENERATIONS
-
-    if known.generation not in GENERATIONS:
-        return {
-            "measured": False,
-            "how": f"{known.generation} does not tell a workgroup on which XCD it runs.",
-        }
-    xccs = probe_xccs("cuda", WORKGROUPS_PER_UNIT * known.compute_units).tolist()
-    in_turn = sum(xcc == workgroup % known.domains for workgroup, xcc in enumerate(xccs))
-    return {
-        "measured": True,
-        "workgroups_of_xcc": {xcc: xccs.count(xcc) for xcc in sorted(set(xccs))},
-        "first_xccs": xccs[: 2 * known.domains],
-        "dealt_in_turn": in_turn / len(xccs),
-    }
 
 
 def show(console: Console, known: Topology, found: dict, as_json: bool) -> None:

@@ -42,6 +42,11 @@ def variant(
         raise UserError(f"--phase {phase!r} is unknown: choose one of {', '.join(PHASES)}.")
     if gpus > 1 and phase != "decode":
         raise UserError("--gpus is about decode: a prefill is not divided over ranks here.")
+    if device.lower() == "cpu" and gpus == 1:
+        show_without_model(
+            kernel_of(phase, q_heads, kv_heads, head_dim, device, settings_in_force()), as_json
+        )
+        return
     with one_sentence():
         from numa_attention.machine import dispatch, two_levels
         from numa_attention.machine.machines import machine as find
@@ -114,6 +119,19 @@ def variant(
         print_table(console, shown)
     if ways:
         print_table(console, sharing_table(ways))
+
+
+def show_without_model(kernel: Variant, as_json: bool) -> None:
+    """The choice alone, for a CPU: the machine model knows the L2 caches of GPUs."""
+    reason = (
+        "A CPU is one NUMA domain here: every mapping places work alike, and there is nothing to compute."
+    )
+    if as_json:
+        typer.echo(json.dumps({"reasons": [reason], "variant": dataclasses.asdict(kernel)}, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(kernel.describe())}[/]", soft_wrap=True)
+    console.print(f"  {reason}", soft_wrap=True)
 
 
 def settings_in_force() -> settings.Settings:
