@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from numa_attention.topology import pretend
-from tests.kernel_step import check, kernels, make_planner, run, step_of
+from numa_attention.variants import choose_decode
+from tests.kernel_step import check, kernels, make_planner, run, shape_of, step_of
 from tests.support import make_paged_case
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
@@ -146,3 +147,55 @@ def test_products_in_float16_and_in_bfloat16(generation, device):
     )  # fmt: skip
     for plan in (schedule.decode, schedule.prefill):
         assert plan.variant.in_float16 == (generation == "sm_100")
+
+
+def portable_on_sm_90(case, window: int = -1) -> dict:
+    """Options of a planner that takes the portable kernel's tiles for sm_90."""
+    topology = dataclasses.replace(pretend("sm_90"), compute_units=4)
+    queries = int(case.query_start_loc.diff().max())
+    variant = choose_decode(shape_of(case, window), topology, "triton", queries, kernel="portable-decode")
+    return dict(topology=topology, max_decode_query=queries, decode_variant=variant)
+
+
+@pytest.mark.parametrize("kv_dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize(("group", "rows"), [(1, 16), (5, 16), (24, 64), (64, 64)])
+@pytest.mark.parametrize("sign", [1, -1], ids=["", "negative-scale"])
+def test_tiles_of_sm_90(group, rows, kv_dtype, sign, device):
+    """Keys that stay float8 in their product, and values that are converted before it; queries of any size."""
+    skip_off_sm_90(device)
+    case = make_paged_case(
+        [1, 1, 1], [1, 150, 301], q_heads=group, kv_heads=1, head_dim=128, dtype=torch.bfloat16, kv_dtype=kv_dtype,
+        device=device,
+    )  # fmt: skip
+    case.q *= torch.logspace(-6, 6, group, device=device)[:, None]
+    schedule = check(
+        case, kernels="triton", num_decodes=3, planner_options=portable_on_sm_90(case), mark=torch.bfloat16,
+        scale=sign * 1e-6, k_scale=scale(0.7, device), v_scale=scale(1.6, device),
+    )  # fmt: skip
+    variant = schedule.decode.variant
+    assert (variant.name, variant.block_m) == ("portable-decode", rows)
+    assert (variant.two_terms, variant.staged_values) == (rows == 64, rows == 16)
+
+
+@pytest.mark.parametrize("group", [4, 40])
+@pytest.mark.parametrize("option", ["soft_cap", "alibi", "window", "queries"])
+def test_options_with_the_tiles_of_sm_90(group, option, device):
+    skip_off_sm_90(device)
+    case = make_paged_case(
+        [3, 1] if option == "queries" else [1, 1], [150, 301], q_heads=group, kv_heads=1, head_dim=64,
+        dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, device=device,
+    )  # fmt: skip
+    window = 40 if option == "window" else -1
+    options = {
+        "soft_cap": {"soft_cap": 3.0},
+        "alibi": {"alibi_slopes": torch.linspace(0.01, 0.3, group, device=device)},
+    }.get(option, {})
+    check(
+        case, kernels="triton", num_decodes=2, window=window, planner_options=portable_on_sm_90(case, window),
+        mark=torch.bfloat16, k_scale=scale(0.7, device), v_scale=scale(1.6, device), **options,
+    )  # fmt: skip
+
+
+def skip_off_sm_90(device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("the tiles are those of sm_90")

@@ -146,6 +146,24 @@ def test_common_layers(generation, tmp_path):
 
 
 @pytest.mark.slow
+def test_float8_tiles_of_the_portable_decode_kernel(tmp_path):
+    """On sm_90 keys of wide tiles stay float8; values of narrow ones are read transposed, not byte by byte."""
+    arguments = ("--device", "sm_90", "--step", "decode", "--only")
+    _, wide = compile_offline(tmp_path, *arguments, "d128 g64 p16 kv-")
+    _, narrow = compile_offline(tmp_path, *arguments, "d128 g8 p16 kv-e4m3fn portable")
+    wide = [report for report in wide if report["call"].endswith("portable")]
+    assert (len(wide), len(narrow)) == (2, 1)
+    for report in wide + narrow:
+        assert report["faults"] == report["notes"] == [], report["call"]
+    for report in wide:
+        assert report["main_loop"]["float8 wgmma"] == 8 and report["main_loop"]["wgmma"] == 12
+        assert report["loop_length"] < 520, "of 578 where keys are converted"
+    (report,) = narrow
+    assert report["main_loop"]["transposed read"] >= 16
+    assert report["loop_length"] < 800, "of 1022 where values are read byte by byte"
+
+
+@pytest.mark.slow
 def test_parts_of_a_sharded_sequence(tmp_path):
     """16-bit queries with a float32 output, which the compiler breaks if nothing holds it back."""
     code, reports = compile_offline(

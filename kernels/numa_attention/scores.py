@@ -42,15 +42,33 @@ def power_of_two_below(b_x):
 
 
 @kernel
-def query_in_float16(b_q):
+def query_in_float16(b_q, scale):
     """A bfloat16 query [M, D] for products with a float8 cache: float16, and the factors [M] its scores lack.
 
     float16 holds every float8 number, and on NVIDIA float8 becomes float16 in one instruction, bfloat16 in many. Each
     row is scaled into the range by a power of two, which rounds nothing but what is 2^-24 of the row's largest number.
+    A factor has the sign of `scale`, so that the largest score of a row is that of its largest product.
     """
     b_q = b_q.to(tl.float32)
     b_factor = power_of_two_below(tl.max(tl.abs(b_q), 1))
+    b_factor = tl.where(scale < 0.0, -b_factor, b_factor)
     return (b_q / b_factor[:, None]).to(tl.float16), b_factor
+
+
+@kernel
+def query_in_float8(b_q, scale):
+    """A bfloat16 query [M, D] as the sum of two in float8_e4m3, and the factors [M] that its scores lack.
+
+    Each term holds four bits of the significand, down to 2^-17 of the row's largest number. Factors: as above.
+    """
+    b_q = b_q.to(tl.float32)
+    b_factor = (
+        power_of_two_below(tl.max(tl.abs(b_q), 1)) / 128.0
+    )  # the largest is 128 to 256 of the 448 of float8
+    b_factor = tl.where(scale < 0.0, -b_factor, b_factor)
+    b_q = b_q / b_factor[:, None]
+    b_term = b_q.to(tl.float8e4nv)
+    return b_term, (b_q - b_term.to(tl.float32)).to(tl.float8e4nv), b_factor
 
 
 @kernel

@@ -30,7 +30,9 @@ class Variant:
     and meet at a barrier, of which `workgroups` is a multiple. row_blocks: of a KV head, where the kernel has to know.
     matrix_rows, kpack: rows of AMD's matrix instructions, 0 for the compiler's choice; products that one read feeds.
     placement: "dispatch" trusts the hardware to deal workgroups to domains in turn, "hardware" asks where one runs.
-    in_float16: whether bfloat16 queries and a float8 cache are multiplied in float16.
+    in_float16: whether bfloat16 queries and a float8 cache are multiplied in float16. two_terms: whether keys stay
+    float8 all the same, multiplied by queries that are sums of two float8 numbers. staged_values: whether float8 values
+    are converted on their way to shared memory, not when the product reads them.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Variant:
     row_blocks: int = 1
     placement: str = "dispatch"
     in_float16: bool = False
+    two_terms: bool = False
+    staged_values: bool = False
     matrix_rows: int = 0
     kpack: int = 1
 
@@ -82,7 +86,8 @@ class Variant:
 class Tile:
     """Tile sizes for head sizes up to `head_dim` and pages of a multiple of `page_multiple` tokens.
 
-    rows: of the packed GQA tile; for decode, the most that this line serves. block_n: KV tokens.
+    rows: of the packed GQA tile; for decode, the most that this line serves, and least_rows those that fewer are padded
+    to. block_n: KV tokens. two_terms, staged_values: see `Variant`.
     """
 
     head_dim: int
@@ -91,6 +96,9 @@ class Tile:
     num_warps: int
     num_stages: int
     page_multiple: int = 16
+    least_rows: int = MIN_DOT_ROWS
+    two_terms: bool = False
+    staged_values: bool = False
 
 
 # (generation or its family, bytes of a query element) -> tiles, of which the first that fits is taken. They keep
@@ -140,6 +148,16 @@ DECODE_TILES = {
     ("cpu", 2): (Tile(256, 64, 64, 1, 1),),
     ("cpu", 4): (Tile(256, 64, 64, 1, 1),),
 }
+# the same for queries in bfloat16 over a float8 cache, in front of those above. Each tile waits for its page's number
+# first, then for keys and values: of five stages, two tiles of these are on their way. Of three it is one, and that one
+# does not begin before the tile at hand is done, as Triton keeps one buffer of what it loads in order to convert it.
+# From 64 rows on products are wgmma, which reads float8 keys where they are; 32 rows take half the instructions so.
+FLOAT8_DECODE_TILES = {
+    "sm_90": (
+        Tile(128, 16, 128, 4, 5, staged_values=True),
+        Tile(128, 64, 64, 4, 5, least_rows=64, two_terms=True),
+    ),
+}
 DECODE_MAX_ROWS = 64  # a larger packed tile is cut into row blocks, each of which reads the KV again
 # a tile of the torch kernels is a matrix product: fewer, taller ones gather K and V less often
 TORCH_BLOCK_M = 512
@@ -159,6 +177,8 @@ def _tile(
 ) -> Tile:
     head_dim, size = max(shape.head_dim, shape.head_dim_v), shape.dtype.itemsize
     tiles = table.get((topology.generation, size)) or table[family(topology), size]
+    if table is DECODE_TILES and _in_float16(shape, topology):
+        tiles = FLOAT8_DECODE_TILES.get(topology.generation, ()) + tiles
     for tile in tiles:
         if head_dim <= tile.head_dim and rows <= tile.rows and shape.page_size % tile.page_multiple == 0:
             return tile
@@ -372,6 +392,7 @@ def choose_decode(
     else:
         name, form = "portable-decode" if kernels == "triton" else "torch-decode", ""
         tile = _tile(DECODE_TILES, shape, topology, rows)
+        rows = max(rows, tile.least_rows)
     variant = Variant(
         name,
         "decode",
@@ -385,6 +406,8 @@ def choose_decode(
         form,
         _not_taken("cdna5-decode", obstacle) or _not_taken(hopper_variant.NAME, hopper_obstacle),
         in_float16=_in_float16(shape, topology),
+        two_terms=tile.two_terms,
+        staged_values=tile.staged_values,
     )
     return with_matrix_shape(variant, shape, topology)
 
@@ -412,6 +435,8 @@ def choose_extend(shape: LayerShape, topology: Topology, kernels: str, mapping: 
         _decode_mapping(mapping),
         topology.dispatch_domains,
         in_float16=_in_float16(shape, topology),
+        two_terms=tile.two_terms,
+        staged_values=tile.staged_values,
     )
     return with_matrix_shape(variant, shape, topology)
 

@@ -19,6 +19,7 @@ from numa_attention.scores import (
     natural_lse,
     normalise,
     quantise,
+    query_in_float8,
     query_in_float16,
     safe_max,
     sight,
@@ -241,6 +242,8 @@ def decode_kernel(
     IN_FLIGHT: tl.constexpr,
     QUEUES: tl.constexpr,
     IN_FLOAT16: tl.constexpr,
+    TWO_TERMS: tl.constexpr,
+    STAGED_VALUES: tl.constexpr,
 ):
     # consecutive ranges belong to one domain, to which the hardware deals every DOMAINS-th workgroup
     workgroups = tl.num_programs(0)
@@ -290,10 +293,14 @@ def decode_kernel(
             other=0.0,
         )
         b_factor = tl.full([BLOCK_M], 1.0, tl.float32)
-        if HAS_Q_SCALE:
-            b_q = b_q.to(tl.float16)  # which holds every number of the float8 types
+        b_q_rest = b_q
+        FLOAT8_KEYS: tl.constexpr = TWO_TERMS and not HAS_Q_SCALE
+        if FLOAT8_KEYS:
+            b_q, b_q_rest, b_factor = query_in_float8(b_q, qk_scale)
         elif IN_FLOAT16:
-            b_q, b_factor = query_in_float16(b_q)
+            b_q, b_factor = query_in_float16(b_q, qk_scale)
+        elif HAS_Q_SCALE:
+            b_q = b_q.to(tl.float16)  # which holds every number of the float8 types
         if HAS_ALIBI:
             b_slope = tl.load(alibi_slopes + o_head, mask=m_row, other=0.0)
         else:
@@ -330,28 +337,25 @@ def decode_kernel(
         interior_begin = tl.minimum(tl.maximum(interior_begin, tile_begin), interior_end)
         if WINDOW >= 0:
             b_m, b_l, b_acc = walk(
-                b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
-                key_high,
-                tile_begin, interior_begin, qk_scale, soft_cap,
+                b_q, b_q_rest, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table,
+                key_low, key_high, tile_begin, interior_begin, qk_scale, soft_cap,
                 k_page_stride, k_token_stride, v_page_stride, v_token_stride,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
-                IN_FLOAT16, True, RANKS, RANK, INTERLEAVE,
+                IN_FLOAT16, True, RANKS, RANK, INTERLEAVE, FLOAT8_KEYS, STAGED_VALUES,
             )  # fmt: skip
         b_m, b_l, b_acc = walk(
-            b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
-            key_high,
-            interior_begin, interior_end, qk_scale, soft_cap,
+            b_q, b_q_rest, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table,
+            key_low, key_high, interior_begin, interior_end, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
-            IN_FLOAT16, False, RANKS, RANK, INTERLEAVE,
+            IN_FLOAT16, False, RANKS, RANK, INTERLEAVE, FLOAT8_KEYS, STAGED_VALUES,
         )  # fmt: skip
         b_m, b_l, b_acc = walk(
-            b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
-            key_high,
-            interior_end, tile_end, qk_scale, soft_cap,
+            b_q, b_q_rest, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table,
+            key_low, key_high, interior_end, tile_end, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
-            IN_FLOAT16, True, RANKS, RANK, INTERLEAVE,
+            IN_FLOAT16, True, RANKS, RANK, INTERLEAVE, FLOAT8_KEYS, STAGED_VALUES,
         )  # fmt: skip
 
         whole = splits == 1
@@ -435,6 +439,8 @@ def constants(shape: LayerShape, variant: Variant) -> dict[str, int]:
         IN_FLIGHT=4 if accumulator <= 32 * variant.num_warps * MERGE_REGISTERS else 1,
         QUEUES=variant.queues,
         IN_FLOAT16=variant.in_float16,
+        TWO_TERMS=variant.two_terms,
+        STAGED_VALUES=variant.staged_values,
     )
 
 

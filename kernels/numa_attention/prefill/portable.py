@@ -129,10 +129,10 @@ def prefill_kernel(
             other=0.0,
         )
         b_factor = tl.full([BLOCK_M], 1.0, tl.float32)
-        if HAS_Q_SCALE:
+        if IN_FLOAT16:
+            b_q, b_factor = query_in_float16(b_q, qk_scale)
+        elif HAS_Q_SCALE:
             b_q = b_q.to(tl.float16)  # which holds every number of the float8 types
-        elif IN_FLOAT16:
-            b_q, b_factor = query_in_float16(b_q)
         if HAS_ALIBI:
             b_slope = tl.load(alibi_slopes + o_head, mask=m_row, other=0.0)
         else:
@@ -169,9 +169,8 @@ def prefill_kernel(
         p_v = v_pages + kv_head * v_head_stride + o_dv[None, :]
         if WINDOW >= 0:
             b_m, b_l, b_acc = walk(
-                b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
-                key_high,
-                tile_low, tile_interior, qk_scale, soft_cap,
+                b_q, b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table,
+                key_low, key_high, tile_low, tile_interior, qk_scale, soft_cap,
                 k_page_stride, k_token_stride, v_page_stride, v_token_stride,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
                 IN_FLOAT16, True, RANKS, RANK, INTERLEAVE,
@@ -179,17 +178,15 @@ def prefill_kernel(
             # rows that have seen no key yet meet the interior with m = -inf; there every real row sees every key
             tile_low = tile_interior
         b_m, b_l, b_acc = walk(
-            b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
-            key_high,
-            tile_low, tile_diagonal, qk_scale, soft_cap,
+            b_q, b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table,
+            key_low, key_high, tile_low, tile_diagonal, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
             IN_FLOAT16, False, RANKS, RANK, INTERLEAVE,
         )  # fmt: skip
         b_m, b_l, b_acc = walk(
-            b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table, key_low,
-            key_high,
-            tile_diagonal, tile_high, qk_scale, soft_cap,
+            b_q, b_q, b_factor, b_m, b_l, b_acc, b_slope, o_position, b_first, b_last, p_k, p_v, p_table,
+            key_low, key_high, tile_diagonal, tile_high, qk_scale, soft_cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE_SIZE, WINDOW >= 0, HAS_CAP, HAS_ALIBI,
             IN_FLOAT16, True, RANKS, RANK, INTERLEAVE,

@@ -40,6 +40,7 @@ AMD_KINDS = {
 }
 NVIDIA_KINDS = {
     "wgmma": r"[HQI]GMMA",
+    "float8 wgmma": r"QGMMA",
     "mma.sync": r"[HQI]MMA",
     "tcgen05": r"UTC\w*MMA",
     "async copy": r"(LDGSTS|UTMALDG|UBLKCP)",

@@ -134,7 +134,11 @@ def portable_calls(generation: str) -> list[tuple[Call, str]]:
     ):
         call = make_call(generation, **options, portable=True)
         calls += [(call, "decode"), (call, "prefill")]
-    return [*calls, (make_call(generation, group=64, portable=True), "decode")]
+    wide = [{}, {"float8": E4M3}, {"float8": E5M2}]
+    return [
+        *calls,
+        *((make_call(generation, group=64, **options, portable=True), "decode") for options in wide),
+    ]
 
 
 def all_calls(generation: str) -> list[tuple[Call, str]]:
@@ -201,7 +205,7 @@ def variant_key(call: Call, step: str, generation: str) -> tuple | None:
         return None
     return (
         variant.name, variant.block_m, variant.block_n, variant.num_warps, variant.num_stages, variant.form,
-        variant.matrix_rows, variant.kpack, variant.in_float16,
+        variant.matrix_rows, variant.kpack, variant.in_float16, variant.two_terms, variant.staged_values,
     )  # fmt: skip
 
 
