@@ -61,6 +61,18 @@ def test_tensors_the_schedule_was_not_planned_for(kernels, sentence, case, devic
         runner.attend(**call, schedule=schedule, scale=1.0)
 
 
+@kernels
+@pytest.mark.parametrize("name", ["q", "k_pages", "v_pages", "out", "sinks", "lse"])
+def test_tensors_on_another_device_than_the_step(kernels, name, case, device):
+    # kernels take addresses as they are
+    schedule = make_planner(case, kernels=kernels).plan(step_of(case, 1))
+    call = {"q": case.q, "k_pages": case.k_pages, "v_pages": case.v_pages, "out": case.poisoned_output()}
+    call |= {"sinks": torch.zeros(4, device=device), "lse": torch.zeros(14, 4, device=device)}
+    call[name] = call[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name} is on meta; the step was planned on {device}"):
+        runner.attend(**call, schedule=schedule, scale=1.0)
+
+
 STEPS = {
     "exceeds max_requests=8": lambda step: {"seq_lens": step.seq_lens.repeat(3)},
     "seq_lens is torch.int64": lambda step: {"seq_lens": step.seq_lens.long()},
@@ -70,6 +82,10 @@ STEPS = {
     "block_table is torch.int64": lambda step: {"block_table": step.block_table.long()},
     "block_table is torch.int32 with strides": lambda step: {"block_table": last_strided(step.block_table)},
     "query_start_loc is torch.int64": lambda step: {"query_start_loc": step.query_start_loc.long()},
+    "block_table is on meta and the planner on": lambda step: {"block_table": step.block_table.to("meta")},
+    "query_start_loc is on meta and the planner on": lambda step: {
+        "query_start_loc": step.query_start_loc.to("meta")
+    },
     "num_decodes is 4 in a step of 3": lambda step: {"num_decodes": 4},
     "9 query tokens, more than max_decode_query=4": lambda step: {"num_decodes": 3},
 }

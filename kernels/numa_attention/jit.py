@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from numa_attention.direct_launch import Direct
+
 SETTING = "NUMA_SWIZZLE_KERNELS"
 CHOICES = ("auto", "triton", "torch", "interpret")
 _TRUTHY = frozenset({"1", "true", "on", "yes", "y"})
@@ -138,7 +140,7 @@ class Launcher:
 
     def __init__(self, kernel) -> None:
         self._kernel = kernel
-        self._compiled: dict[Hashable, Callable] = {}
+        self._compiled: dict[Hashable, tuple[Callable, Direct | None]] = {}
 
     def __call__(
         self,
@@ -147,18 +149,28 @@ class Launcher:
         arguments: tuple,
         constants: dict,
         options: dict | None = None,
-    ) -> None:
+    ) -> Direct | None:
         """Run the kernel on `arguments`, all that are no constants, and `constants`, in the order it declares them.
 
         options: Triton's own, such as num_warps. `key` must differ wherever Triton would compile something else: by
         device, the types, constants and options, the value of every integer (but those in do_not_specialize) and the
         `pointer_traits` of every pointer (the alignment of those in do_not_specialize_on_alignment aside).
+
+        Returns what launches the same kernel in less time, None where nothing is compiled.
         """
-        compiled = self._compiled.get(key)
-        if compiled is not None:
+        compiled, direct = self._compiled.get(key, (None, None))
+        if compiled is None:
+            compiled = self._kernel[grid](*arguments, **constants, **(options or {}))
+            # an interpreted kernel returns nothing
+            if compiled is not None:
+                from numa_attention import direct_launch
+
+                direct = direct_launch.direct(compiled)
+                self._compiled[key] = compiled, direct
+        elif direct is None:
             compiled[grid](*arguments, *constants.values())
-            return
-        compiled = self._kernel[grid](*arguments, **constants, **(options or {}))
-        # an interpreted kernel returns nothing
-        if compiled is not None:
-            self._compiled[key] = compiled
+        elif direct.has_descriptors:
+            direct(grid, direct.flatten((*arguments, *constants.values())))
+        else:
+            direct(grid, (*arguments, *constants.values()))
+        return direct

@@ -7,11 +7,11 @@ a grid has fewer than 2**31 workgroups. No function here makes the host wait for
 from types import FunctionType
 
 import torch
-import triton
 import triton.language as tl
 
 from . import mapping as host
-from .jit import kernel
+from .direct_launch import Launched
+from .jit import Launcher, kernel, pointer_traits
 
 # one namespace for the device forms, in which they find one another instead of the host forms;
 # `tl` is there because Triton's interpreter looks for it
@@ -167,6 +167,9 @@ def tiles_kernel(
     tl.store(p_row + 3, tl.zeros([ROWS], tl.int32), mask=m_row)
 
 
+_launch = Launcher(tiles_kernel)
+
+
 def write_tiles(
     out: torch.Tensor,
     mapping: str,
@@ -179,7 +182,7 @@ def write_tiles(
     uniform: bool = False,
     longest_first: bool = False,
     most_requests: int = 0,
-) -> None:
+) -> Launched | None:
     """Fills `out` with the tiles of workgroups 0, 1, ... and never reads device memory on the host.
 
     out: int32 [rows, 4], contiguous; a row is (request, query head, query block, 0), or (-1, 0, 0, 0) past
@@ -188,6 +191,8 @@ def write_tiles(
         blocks before each request, from 0 to their sum.
     uniform: with a prefix, that all requests have the same number of blocks; see `mapping.tiles`.
     most_requests: the largest batch to come, for which one compiled kernel then serves; 0 for this batch.
+
+    Returns the launch, None where there was nothing to write.
 
     Raises ValueError on an unknown mapping, on counts that `mapping.tiles` refuses, on too few rows where the
     host knows their number, and on tensors of another shape, dtype, layout or device.
@@ -213,23 +218,23 @@ def write_tiles(
                 f"out has {rows} rows: the grid has {workgroups} workgroups, give at least as many rows."
             )
     if rows == 0:
-        return
-    requests = triton.next_power_of_2(max(batch, most_requests))
+        return None
+    # Triton's own functions of host integers take longer than the launch
+    requests = 1 << (max(batch, most_requests) - 1).bit_length()
     row_count = MAX_ROWS_PER_PROGRAM
     if prefix is not None and not uniform:
         row_count = max(1, min(row_count, COMPARISONS_PER_PROGRAM // requests))
-    tiles_kernel[(triton.cdiv(rows, row_count),)](
-        out,
-        rows,
-        domains,
-        batch,
-        q_heads,
-        kv_heads,
-        blocks,
-        prefix,
+    constants = dict(
         MAPPING=mapping,
         UNIFORM=uniform,
         LONGEST_FIRST=longest_first,
         REQUESTS=requests,
         ROWS=row_count,
+    )
+    traits = pointer_traits(out) if prefix is None else pointer_traits(out, prefix)
+    key = (out.get_device(), traits, domains, q_heads, kv_heads, *constants.values())
+    arguments = (out, rows, domains, batch, q_heads, kv_heads, blocks, prefix)
+    grid = -(-rows // row_count), 1, 1
+    return Launched(
+        "tiles", _launch(key, grid, arguments, constants), grid, (*arguments, *constants.values())
     )

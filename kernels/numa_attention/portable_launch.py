@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from numa_attention.direct_launch import Launched
 from numa_attention.jit import Launcher, pointer_traits
 from numa_attention.shapes import FLOAT8, LayerShape
 from numa_attention.variants import Variant, next_power_of_2
@@ -79,7 +80,7 @@ def _row_strides(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 class LayerLauncher:
-    """Launches one of the two kernels. This runs for every layer of every step: each microsecond of it counts."""
+    """Launches one of the two kernels, for the first layer of a step; `direct_launch.Repeat` serves the others."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class LayerLauncher:
         v_scale: torch.Tensor | None = None,
         out_scale: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
-    ) -> None:
+    ) -> Launched:
         """own_arguments: what the kernel takes before the layer's arguments; see `runner.attend` for those.
 
         The schedule's buffers are allocated whole, hence aligned and small: the key need not tell them apart.
@@ -172,4 +173,6 @@ class LayerLauncher:
             q if out_scale is None else out_scale, float(scale), float(soft_cap),
             0 if spans is None else spans.shape[1], *strides,
         )  # fmt: skip
-        self._launch(key, (workgroups, 1, 1), arguments, *compile_time)
+        grid = workgroups, 1, 1
+        direct = self._launch(key, grid, arguments, *compile_time)
+        return Launched(variant.name, direct, grid, (*arguments, *compile_time[0].values()))

@@ -7,6 +7,8 @@ from collections import Counter
 import torch
 
 from numa_attention import aiter_adapter
+from numa_attention.direct_launch import Repeat
+from numa_attention.jit import pointer_traits
 from numa_attention.schedule import DecodeSchedule, Schedule, StepBatch
 from numa_attention.shapes import CONTIGUOUS, FLOAT8, LayerShape
 
@@ -25,6 +27,7 @@ GENERAL = frozenset(
         "torch-extend",
     }
 )
+ON_AMD = torch.version.hip is not None
 # launches of each variant since the last `ran.clear()`: what really ran, for tests and reports
 ran: Counter[str] = Counter()
 
@@ -66,31 +69,45 @@ def attend(
 
     Raises ValueError where the tensors are not what the schedule was planned for, or the chosen kernel lacks an option.
     """
-    shape = schedule.shape
-    # what does not change from step to step is checked once: this runs for every layer of every step
+    # this runs for every layer of every step: what layers of one layout have in common is checked and prepared for the
+    # first of them, and the others only compare layouts and launch
+    tensors = (q, k_pages, v_pages, out)
+    pointers = (q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), out.data_ptr())
+    values = (*pointers, float(scale), float(soft_cap))
+    q_at, k_at, v_at, out_at = pointers
     layout = (
-        shape, q.dtype, q.shape[1:], q.stride(), out.dtype, out.shape[1:], out.stride(), k_pages.dtype,
-        k_pages.shape[-3:], k_pages.stride(), v_pages.dtype, v_pages.shape[-3:], v_pages.stride(),
-        None if sinks is None else _vector(sinks), None if alibi_slopes is None else _vector(alibi_slopes),
-        None if q_scale is None else _vector(q_scale), None if k_scale is None else _vector(k_scale),
-        None if v_scale is None else _vector(v_scale), None if out_scale is None else _vector(out_scale),
-        None if lse is None else (lse.dtype, lse.shape[1:]), soft_cap >= 0.0,
+        q.dtype, q.shape, q.stride(), q.get_device(), q_at & 15, out.dtype, out.shape, out.stride(),
+        out.get_device(), out_at & 15, k_pages.dtype, k_pages.shape, k_pages.stride(), k_pages.get_device(),
+        k_at & 15, v_pages.dtype, v_pages.shape, v_pages.stride(), v_pages.get_device(), v_at & 15,
+        scale > 0.0, soft_cap > 0.0, soft_cap >= 0.0, alibi_sqrt, clamp_spans,
     )  # fmt: skip
-    if layout not in _fitting:
+    for name, x in (
+        ("sinks", sinks), ("alibi_slopes", alibi_slopes), ("spans", spans), ("q_scale", q_scale),
+        ("k_scale", k_scale), ("v_scale", v_scale), ("out_scale", out_scale), ("lse", lse),
+    ):  # fmt: skip
+        if x is not None:
+            address = x.data_ptr()
+            values += (address,)
+            layout += (name, x.dtype, x.shape, x.stride(), x.get_device(), address & 15)
+    if ON_AMD:
+        layout += (pointer_traits(*tensors), v_at - k_at)
+    repeats = schedule.repeats.get(layout)
+    if repeats:
+        for repeat in repeats:
+            repeat(values, tensors)
+            ran[repeat.name] += 1
+        return
+    shape, tokens = schedule.shape, schedule.tokens
+    given = dict(
+        q=q, k_pages=k_pages, v_pages=v_pages, out=out, scale=scale, soft_cap=soft_cap, sinks=sinks,
+        alibi_slopes=alibi_slopes, spans=spans, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_scale=out_scale,
+        lse=lse,
+    )  # fmt: skip
+    if repeats is None:
         _check(
             shape, q, k_pages, v_pages, out, soft_cap, sinks, alibi_slopes, q_scale, k_scale, v_scale, out_scale, lse
         )  # fmt: skip
-        _fitting.add(layout)
-    tokens = schedule.tokens
-    if shape.page_size == CONTIGUOUS:
-        rows = tokens if schedule.batch.key_rows is None else schedule.batch.key_rows
-        if not rows <= len(k_pages) == len(v_pages):
-            raise ValueError(
-                f"the step has {rows} tokens; keys and values have {len(k_pages)}, {len(v_pages)} rows"
-            )
-    if q.shape[0] < tokens or out.shape[0] < tokens or (lse is not None and lse.shape[0] < tokens):
-        rows = ", ".join(str(len(x)) for x in (q, out, lse) if x is not None)
-        raise ValueError(f"the step has {tokens} query tokens; q, out and lse have {rows} rows")
+        _check_step(schedule, given)
     options = dict(
         scale=scale,
         soft_cap=soft_cap,
@@ -112,6 +129,7 @@ def attend(
         out[:tokens].copy_((plain[:tokens].float() / out_scale).clamp(-largest, largest))
         return
     general = _general_options(schedule.batch, alibi_sqrt, spans, clamp_spans, q_scale, out_scale)
+    launches = []
     for plan in plans:
         if plan is not None:
             if plan.variant.name not in GENERAL and (general or not isinstance(schedule.batch.causal, bool)):
@@ -123,7 +141,9 @@ def attend(
                     "plan the layer with a shape that is `general`"
                 )
             try:
-                name = kernel_of(plan.variant.name)(q, k_pages, v_pages, out, schedule, **options, **general)
+                launched = kernel_of(plan.variant.name)(
+                    q, k_pages, v_pages, out, schedule, **options, **general
+                )
             except BaseException:
                 # an interpreted launch that stops half-way leaves counts behind that the next would add to
                 if q.device.type == "cpu":
@@ -132,8 +152,13 @@ def attend(
                     if plan.queues is not None:
                         plan.queues[: plan.variant.queues + 1].zero_()
                 raise
+            launches.append(launched)
             # a kernel that hands a call over says to which other one
-            ran[name or plan.variant.name] += 1
+            ran[plan.variant.name if launched is None else launched.name] += 1
+    # nothing where one of them cannot be repeated
+    repeatable = all(launched is not None and launched.direct is not None for launched in launches)
+    names = tuple(name for name, x in given.items() if x is not None)  # in the order of `values`
+    schedule.repeats[layout] = tuple([Repeat(launched, names) for launched in launches if repeatable])
 
 
 def _general_options(
@@ -161,11 +186,26 @@ def _general_options(
     return options
 
 
-_fitting: set[tuple] = set()  # layouts of calls that have passed `_check`
-
-
-def _vector(x: torch.Tensor) -> tuple:
-    return x.dtype, x.shape, x.stride()
+def _check_step(schedule: Schedule, given: dict[str, torch.Tensor | float | None]) -> None:
+    """Raises ValueError where tensors have fewer rows than the step, or lie on another device."""
+    tokens, batch = schedule.tokens, schedule.batch
+    k_pages, v_pages = given["k_pages"], given["v_pages"]
+    if schedule.shape.page_size == CONTIGUOUS:
+        rows = tokens if batch.key_rows is None else batch.key_rows
+        if not rows <= len(k_pages) == len(v_pages):
+            raise ValueError(
+                f"the step has {rows} tokens; keys and values have {len(k_pages)}, {len(v_pages)} rows"
+            )
+    rows = [len(given[name]) for name in ("q", "out", "lse") if given[name] is not None]
+    if min(rows) < tokens:
+        raise ValueError(
+            f"the step has {tokens} query tokens; q, out and lse have {', '.join(map(str, rows))} rows"
+        )
+    device = batch.seq_lens.device
+    for name, x in given.items():
+        # kernels take addresses as they are
+        if isinstance(x, torch.Tensor) and x.device != device:
+            raise ValueError(f"{name} is on {x.device}; the step was planned on {device}")
 
 
 def _check(

@@ -14,13 +14,14 @@ graph can be replayed after any later `plan` of a decode-only step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from numa_attention import aiter_adapter, domain_map
 from numa_attention.decode import cdna5_variant, work_list
+from numa_attention.direct_launch import Repeat
 from numa_attention.jit import resolve
 from numa_attention.machine.dispatch import MIN_TILES
 from numa_attention.mapping import check_mapping
@@ -117,6 +118,10 @@ class Schedule:
     prefill: PrefillSchedule | None
     tokens: int = 0
     extend: DecodeSchedule | None = None
+    # by the layout of a layer's call, what launches its kernels again for other layers; see `runner.attend`
+    repeats: dict[tuple, tuple[Repeat, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
 
 # when prefilling requests are split as in decode: prefixes this long and this many times their queries, and units that
@@ -203,7 +208,7 @@ class Planner:
                 )
         self.decode_variant = place(self.decode_variant, placement, topology)
         self.prefill_variant = place(self.prefill_variant, placement, topology)
-        self._queues = self._make_queues(topology)
+        self._queues = self._make_queues(topology).unbind()
         if clusters:
             check_clusters(self.decode_variant)
         self.clusters = clusters
@@ -215,6 +220,9 @@ class Planner:
             variant = choose_extend(shape, topology, self.kernels, mapping)
             self.extend_buffers = self._make_buffers(variant, 2 * variant.workgroups)
         self._seq_lens = torch.empty(max_requests, dtype=torch.int32, device=self.device)
+        self._first_lens: dict[int, torch.Tensor] = {}  # the first so many of them
+        self._lists: dict[tuple, Repeat] = {}  # launches of `_list_work`
+        self._tile_lists: dict[tuple, tuple[Repeat, Repeat]] = {}  # and of `_plan_prefill`
         self._causal = torch.empty(max_requests, dtype=torch.int32, device=self.device)
         self._starts = torch.zeros(2, max_requests + 1, dtype=torch.int32, device=self.device)
         self._prefix = torch.empty(max_requests + 1, dtype=torch.int32, device=self.device)
@@ -265,8 +273,12 @@ class Planner:
 
         Raises ValueError where the step does not fit the planner or its tensors cannot be read as they are.
         """
-        self._check(batch)
-        seq_lens = self._seq_lens[: batch.num_requests]
+        starts = batch.query_start_loc_cpu.numpy()
+        self._check(batch, starts)
+        requests = batch.num_requests
+        seq_lens = self._first_lens.get(requests)
+        if seq_lens is None:
+            seq_lens = self._first_lens[requests] = self._seq_lens[:requests]
         if self.shape.page_size == CONTIGUOUS:
             seq_lens.copy_(batch.seq_lens)
         else:
@@ -274,27 +286,33 @@ class Planner:
             torch.clamp(batch.seq_lens, max=held, out=seq_lens)
         causal = batch.causal
         if not isinstance(causal, bool):
-            causal = self._causal[: batch.num_requests].copy_(batch.causal)
+            causal = self._causal[:requests].copy_(batch.causal)
         batch = replace(batch, seq_lens=seq_lens, causal=causal)
         decode = self._plan_decode(batch) if batch.num_decodes else None
         extend = prefill = None
-        if batch.num_decodes < batch.num_requests:
-            extend = self._plan_extend(batch)
-            prefill = self._plan_prefill(batch) if extend is None else None
-        tokens = int(batch.query_start_loc_cpu[-1])
-        return Schedule(batch, self.shape, self.kernels, decode, prefill, tokens, extend)
+        if batch.num_decodes < requests:
+            query_lens = _lengths(starts[batch.num_decodes :])
+            extend = self._plan_extend(batch, query_lens)
+            prefill = self._plan_prefill(batch, query_lens) if extend is None else None
+        return Schedule(batch, self.shape, self.kernels, decode, prefill, int(starts[-1]), extend)
 
-    def _check(self, batch: StepBatch) -> None:
+    def _check(self, batch: StepBatch, starts: np.ndarray) -> None:
         requests, decodes = batch.num_requests, batch.num_decodes
         if requests > self.max_requests:
             raise ValueError(f"a step of {requests} requests exceeds max_requests={self.max_requests}")
-        for name in ("query_start_loc", "seq_lens", "block_table"):
-            tensor = getattr(batch, name)
+        device = self._seq_lens.device
+        for name, tensor in (
+            ("query_start_loc", batch.query_start_loc),
+            ("seq_lens", batch.seq_lens),
+            ("block_table", batch.block_table),
+        ):
             if tensor.dtype != torch.int32 or (tensor.stride()[-1] != 1 and tensor.shape[-1] > 1):
                 raise ValueError(
                     f"{name} is {tensor.dtype} with strides {tensor.stride()}: "
                     "it must be int32 and contiguous in its last dimension"
                 )
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device} and the planner on {device}")
         if not isinstance(batch.causal, bool) and batch.causal.shape != (requests,):
             raise ValueError(
                 f"causal is {list(batch.causal.shape)}: give one flag for each of {requests} requests"
@@ -304,7 +322,7 @@ class Planner:
         if decodes and self.decode_buffers is None:
             raise ValueError(f"num_decodes is {decodes} and the planner was made with decodes=False")
         if decodes and batch.max_query_len > self.max_decode_query:
-            longest = int(np.diff(batch.query_start_loc_cpu[: decodes + 1].numpy()).max())
+            longest = int(_lengths(starts[: decodes + 1]).max())
             if longest > self.max_decode_query:
                 raise ValueError(
                     f"a decoding request has {longest} query tokens, more than "
@@ -337,14 +355,13 @@ class Planner:
         self._list_work(plan, batch, 0, batch.num_decodes, MIN_TILES)
         return plan
 
-    def _plan_extend(self, batch: StepBatch) -> DecodeSchedule | None:
+    def _plan_extend(self, batch: StepBatch, query_lens: np.ndarray) -> DecodeSchedule | None:
         """The work list of the prefilling requests, or None where prefill tiles are many or prefixes short."""
         plan, shape = self.extend_buffers, self.shape
         if plan is None or self.prefill_variant.name == aiter_adapter.PREFILL:
             return None
         if shape.shard.most(batch.max_seq_len) < max(EXTEND_KEYS, EXTEND_RATIO * batch.max_query_len):
             return None
-        query_lens = np.diff(batch.query_start_loc_cpu[batch.num_decodes :].numpy())
         units = int((-(-query_lens * shape.group // plan.variant.block_m)).sum()) * shape.kv_heads
         if units == 0 or EXTEND_FILL * units > plan.variant.workgroups:
             return None
@@ -356,6 +373,13 @@ class Planner:
     ) -> None:
         """Fill a work list with `number` requests from `first` on."""
         variant, shape = plan.variant, self.shape
+        # in all else, launches for one plan are alike
+        given = batch.query_start_loc.data_ptr(), first, number
+        key = (plan is self.extend_buffers, batch.has_spans, given[0] & 15)
+        repeat = self._lists.get(key)
+        if repeat is not None:
+            repeat(given)
+            return
         options = dict(
             kv_heads=shape.kv_heads,
             group=shape.group,
@@ -371,7 +395,7 @@ class Planner:
         if self.kernels == "triton":
             from numa_attention.decode.work_list_device import build_on_device
 
-            build_on_device(
+            launched = build_on_device(
                 batch.seq_lens,
                 batch.query_start_loc,
                 plan.ranges,
@@ -380,8 +404,11 @@ class Planner:
                 max_requests=self.max_requests,
                 **options,
             )
+            if launched.direct is not None:
+                names = ("query_start_loc", "first_request", "num_requests")
+                self._lists[key] = Repeat(launched, names)
         else:
-            query_lens = np.diff(batch.query_start_loc_cpu[first : first + number + 1].numpy())
+            query_lens = _lengths(batch.query_start_loc_cpu[first : first + number + 1].numpy())
             seq_lens = batch.seq_lens[first : first + number].cpu().numpy()
             ranges, items = work_list.build_on_host(
                 seq_lens, query_lens, workgroups=len(plan.ranges), **options
@@ -389,9 +416,8 @@ class Planner:
             plan.ranges.copy_(torch.from_numpy(ranges))
             plan.items[: len(items)] = torch.from_numpy(items)
 
-    def _plan_prefill(self, batch: StepBatch) -> PrefillSchedule | None:
+    def _plan_prefill(self, batch: StepBatch, query_lens: np.ndarray) -> PrefillSchedule | None:
         variant, shape = self.prefill_variant, self.shape
-        query_lens = np.diff(batch.query_start_loc_cpu[batch.num_decodes :].numpy().astype(np.int64))
         blocks = -(-query_lens * shape.group // variant.block_m)
         workgroups = int(blocks.sum()) * shape.kv_heads
         if workgroups == 0:
@@ -416,6 +442,7 @@ class Planner:
                 kv_heads=shape.kv_heads,
                 group=shape.group,
                 longest_first=longest_first,
+                repeats=self._tile_lists,
             )
         else:
             rows = host_tiles(
@@ -437,3 +464,8 @@ class Planner:
         torch.sub(batch.query_start_loc[first:], batch.query_start_loc[first], out=query_starts)
         torch.cumsum(batch.seq_lens[first:], 0, dtype=torch.int32, out=key_starts[1:])
         return PrefillSchedule(self.prefill_variant, self._tiles[:0], query_starts, key_starts)
+
+
+def _lengths(starts: np.ndarray) -> np.ndarray:
+    """int64 [n] from int32 [n + 1]."""
+    return np.subtract(starts[1:], starts[:-1], dtype=np.int64)

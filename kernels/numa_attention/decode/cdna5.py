@@ -31,6 +31,7 @@ from triton.experimental.gluon import language as gl
 
 from numa_attention import scores
 from numa_attention.decode.cdna5_variant import FORMS, Rows, instruction_depth, rows_of
+from numa_attention.direct_launch import Launched
 from numa_attention.gluon_compat import cdna5, reinterpret, thread_barrier, wmma_layout
 from numa_attention.jit import gluon_entry
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
@@ -634,8 +635,8 @@ _launch = LayerLauncher(gluon_entry(decode_kernel), constants, rows_of)
 
 def decode(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
-) -> None:
+) -> Launched:
     """Attention of the decoding requests of a `schedule.Schedule`; see `runner.attend` for the rest."""
     plan = schedule.decode
     own = (plan.ranges, plan.items, plan.arrivals, plan.partial_acc, plan.partial_ml)
-    _launch(plan.variant.workgroups, own, plan.variant, q, k_pages, v_pages, out, schedule, **options)
+    return _launch(plan.variant.workgroups, own, plan.variant, q, k_pages, v_pages, out, schedule, **options)

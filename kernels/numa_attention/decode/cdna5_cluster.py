@@ -31,6 +31,7 @@ from numa_attention.decode.cdna5 import (
     sight,
 )
 from numa_attention.decode.cdna5_variant import Rows, instruction_depth, rows_of
+from numa_attention.direct_launch import Launched
 from numa_attention.gluon_compat import cdna5, thread_barrier
 from numa_attention.jit import gluon_entry
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
@@ -445,9 +446,9 @@ _launch = LayerLauncher(gluon_entry(decode_kernel), constants, rows_of)
 
 def decode(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
-) -> None:
+) -> Launched:
     """Attention of the decoding requests of a `schedule.Schedule`; see `runner.attend` for the rest."""
     plan = schedule.decode
     own = (plan.arrivals, plan.partial_acc, plan.partial_ml)
     clusters = plan.variant.workgroups // plan.variant.cluster
-    _launch(clusters, own, plan.variant, q, k_pages, v_pages, out, schedule, **options)
+    return _launch(clusters, own, plan.variant, q, k_pages, v_pages, out, schedule, **options)

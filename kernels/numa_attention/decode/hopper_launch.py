@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from numa_attention.decode import portable
 from numa_attention.decode.hopper import decode_kernel
 from numa_attention.decode.hopper_variant import PART, registers_of
+from numa_attention.direct_launch import Launched
 from numa_attention.jit import Launcher, gluon_entry, pointer_traits
 from numa_attention.shapes import LayerShape, chunk_of
 from numa_attention.tensor_maps import SWIZZLE_BYTES, map_of_rows, matrix_of
@@ -118,8 +119,8 @@ def decode(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> str:
-    """Attention of the decoding requests of a schedule; see `runner.attend` for shapes. The name of what ran.
+) -> Launched:
+    """Attention of the decoding requests of a schedule; see `runner.attend` for shapes.
 
     A cache that TMA cannot copy, of which the schedule knew nothing, goes to the portable kernel: logged once.
     """
@@ -129,11 +130,10 @@ def decode(
     if k_rows is None or v_rows is None or (k_pages.data_ptr() | v_pages.data_ptr()) % 16:
         _warn(k_pages.stride(), v_pages.stride())
         other = replace(variant, name="portable-decode", form="", num_stages=2)
-        portable.decode(
+        return portable.decode(
             q, k_pages, v_pages, out, replace(schedule, decode=replace(plan, variant=other)), scale=scale,
             soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale, lse=lse,
         )  # fmt: skip
-        return other.name
     p_lse = out if lse is None else lse
     constants = constants_of(
         shape, variant, batch.causal, soft_cap > 0.0, alibi_slopes is not None, sinks is not None, lse is not None,
@@ -161,5 +161,10 @@ def decode(
     options = dict(
         num_warps=4, maxnreg=registers_of(shape, variant.block_m, variant.num_stages, variant.block_n)
     )
-    _launch(key, (variant.workgroups, 1, 1), arguments, constants, options)
-    return variant.name
+    grid = variant.workgroups, 1, 1
+    direct = _launch(key, grid, arguments, constants, options)
+    maps = {
+        "k_tiles": ("k_pages", lambda pages: map_of_rows(pages, k_rows, box)),
+        "v_tiles": ("v_pages", lambda pages: map_of_rows(pages, v_rows, box)),
+    }
+    return Launched(variant.name, direct, grid, (*arguments, *constants.values()), maps)

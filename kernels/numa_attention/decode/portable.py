@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from numa_attention.direct_launch import Launched
 from numa_attention.jit import kernel
 from numa_attention.placement_device import take
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim, shard_constants
@@ -449,19 +450,19 @@ _launch = LayerLauncher(decode_kernel, constants)
 
 def decode(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
-) -> None:
+) -> Launched:
     """Attention of the decoding requests of a `schedule.Schedule`; see `runner.attend` for the rest."""
-    _run(schedule.decode, q, k_pages, v_pages, out, schedule, **options)
+    return _run(schedule.decode, q, k_pages, v_pages, out, schedule, **options)
 
 
 def extend(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
-) -> None:
+) -> Launched:
     """Attention of prefilling requests that are few tiles over long prefixes; see `runner.attend` for the rest."""
-    _run(schedule.extend, q, k_pages, v_pages, out, schedule, **options)
+    return _run(schedule.extend, q, k_pages, v_pages, out, schedule, **options)
 
 
-def _run(plan, q, k_pages, v_pages, out, schedule, **options) -> None:
+def _run(plan, q, k_pages, v_pages, out, schedule, **options) -> Launched:
     own = (plan.ranges, plan.items, plan.arrivals, plan.partial_acc, plan.partial_ml)
     own += (plan.ranges if plan.queues is None else plan.queues,)
-    _launch(plan.variant.workgroups, own, plan.variant, q, k_pages, v_pages, out, schedule, **options)
+    return _launch(plan.variant.workgroups, own, plan.variant, q, k_pages, v_pages, out, schedule, **options)

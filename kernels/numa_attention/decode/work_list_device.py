@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from numa_attention.jit import kernel
+from numa_attention.direct_launch import Launched
+from numa_attention.jit import Launcher, kernel, pointer_traits
 from numa_attention.sharding import WHOLE, Shard
 from numa_attention.sharding_device import local_count
 from numa_attention.variants import next_power_of_2
@@ -106,6 +107,9 @@ def work_list_kernel(
     tl.store(ranges + row * 2 + 1, count.to(tl.int32))
 
 
+_launch = Launcher(work_list_kernel)
+
+
 def build_on_device(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -123,21 +127,14 @@ def build_on_device(
     domains: int = 1,
     first_request: int = 0,
     shard: Shard = WHOLE,
-) -> None:
+) -> Launched:
     """Fill ranges and items (see `decode/work_list.py`) from seq_lens int32 [R], query_start_loc int32 [R + 1].
 
     They are those of a step, of whose requests the list has `num_requests` from `first_request` on. max_requests: the
     most requests a step has; it sizes the program once, whatever a step brings.
     """
     workgroups = ranges.shape[0]
-    work_list_kernel[(workgroups,)](
-        seq_lens,
-        query_start_loc,
-        ranges,
-        items,
-        first_request,
-        num_requests,
-        workgroups,
+    constants = dict(
         KV_HEADS=kv_heads,
         GROUP=group,
         BLOCK_M=block_m,
@@ -149,5 +146,10 @@ def build_on_device(
         RANKS=shard.ranks,
         RANK=shard.rank,
         INTERLEAVE=shard.interleave,
-        num_warps=4,
     )
+    tensors = seq_lens, query_start_loc, ranges, items
+    key = (seq_lens.get_device(), workgroups, pointer_traits(*tensors), *constants.values())
+    arguments = (*tensors, first_request, num_requests, workgroups)
+    grid = workgroups, 1, 1
+    direct = _launch(key, grid, arguments, constants, dict(num_warps=4))
+    return Launched("work list", direct, grid, (*arguments, *constants.values()))

@@ -36,6 +36,7 @@ from numa_attention.decode.cdna5 import (
     sight,
 )
 from numa_attention.decode.cdna5_variant import instruction_depth
+from numa_attention.direct_launch import Launched
 from numa_attention.gluon_compat import cdna5, wmma_layout
 from numa_attention.jit import gluon_entry
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, block_dim
@@ -299,8 +300,8 @@ _launch = LayerLauncher(gluon_entry(prefill_kernel), constants)
 
 def prefill(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
-) -> None:
+) -> Launched:
     """Attention of the prefilling requests of a `schedule.Schedule`; see `runner.attend` for the rest."""
     plan = schedule.prefill
     own = (plan.tiles, schedule.batch.num_decodes)
-    _launch(plan.tiles.shape[0], own, plan.variant, q, k_pages, v_pages, out, schedule, **options)
+    return _launch(plan.tiles.shape[0], own, plan.variant, q, k_pages, v_pages, out, schedule, **options)

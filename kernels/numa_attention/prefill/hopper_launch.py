@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 
 import torch
 
+from numa_attention.direct_launch import Launched
 from numa_attention.jit import Launcher, gluon_entry, pointer_traits
 from numa_attention.prefill import portable
 from numa_attention.prefill.hopper import prefill_kernel
@@ -143,8 +144,8 @@ def prefill(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> str:
-    """Attention of the prefilling requests of a schedule; see `runner.attend` for shapes. The name of what ran.
+) -> Launched:
+    """Attention of the prefilling requests of a schedule; see `runner.attend` for shapes.
 
     What this kernel does not take, of which the schedule knew nothing, goes to the portable kernel: logged once.
     """
@@ -154,11 +155,10 @@ def prefill(
     if reason is not None:
         _warn(reason)
         other = portable_prefill(shape, variant)
-        portable.prefill(
+        return portable.prefill(
             q, k_pages, v_pages, out, replace(schedule, prefill=replace(plan, variant=other)), scale=scale,
             soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale, lse=lse,
         )  # fmt: skip
-        return other.name
     constants = constants_of(
         shape, variant, batch.causal, soft_cap > 0.0, alibi_slopes is not None, sinks is not None, lse is not None,
         k_scale is not None,
@@ -169,12 +169,15 @@ def prefill(
     chunk = chunk_of(shape.page_size, variant.block_n)
     # where the kernel copies no queries, their tensor map is not used
     tokens, heads = (ROWS // shape.group, shape.group) if ROWS % shape.group == 0 else (ROWS, 1)
-    queries = [tensor_map(q, q.shape, q.stride(), (tokens, heads, dim))] * 2
-    keys = [map_of_rows(k_pages, k_matrix, (chunk, dim))] * 2
-    if second:
-        queries[1] = tensor_map(q, q.shape, q.stride(), (tokens, heads, second))
-        keys[1] = map_of_rows(k_pages, k_matrix, (chunk, second))
-    values = map_of_rows(v_pages, v_matrix, (chunk, shape.head_dim_v))
+    size, stride = q.shape, q.stride()
+    maps = {
+        "queries": ("q", lambda q: tensor_map(q, size, stride, (tokens, heads, dim))),
+        "queries_second": ("q", lambda q: tensor_map(q, size, stride, (tokens, heads, second or dim))),
+        "keys": ("k_pages", lambda pages: map_of_rows(pages, k_matrix, (chunk, dim))),
+        "keys_second": ("k_pages", lambda pages: map_of_rows(pages, k_matrix, (chunk, second or dim))),
+        "values": ("v_pages", lambda pages: map_of_rows(pages, v_matrix, (chunk, shape.head_dim_v))),
+    }
+    described = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
     p_lse = out if lse is None else lse
     queues = plan.tiles if plan.queues is None else plan.queues
     integers = (
@@ -183,7 +186,8 @@ def prefill(
         v_matrix.page_rows, v_matrix.head_rows, v_matrix.head_columns, batch.block_table.stride(0),
     )  # fmt: skip
     arguments = (
-        plan.tiles, len(plan.tiles), batch.num_decodes, queues, *queries, *keys, values, q, out, p_lse,
+        plan.tiles, len(plan.tiles), batch.num_decodes, queues,
+        *(make(described[tensor]) for tensor, make in maps.values()), q, out, p_lse,
         batch.block_table, batch.query_start_loc, batch.seq_lens,
         q if sinks is None else sinks, q if alibi_slopes is None else alibi_slopes,
         q if k_scale is None else k_scale, q if v_scale is None else v_scale,
@@ -194,5 +198,6 @@ def prefill(
         None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype,
     )  # fmt: skip
     workgroups = workgroups_of(shape, variant, batch, len(plan.tiles), q.device)
-    _launch(key, (workgroups, 1, 1), arguments, dict(C=constants), dict(num_warps=4))
-    return variant.name
+    grid = workgroups, 1, 1
+    direct = _launch(key, grid, arguments, dict(C=constants), dict(num_warps=4))
+    return Launched(variant.name, direct, grid, (*arguments, constants), maps)

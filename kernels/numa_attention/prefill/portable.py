@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from numa_attention.direct_launch import Launched
 from numa_attention.jit import kernel
 from numa_attention.placement_device import take
 from numa_attention.portable_launch import ANY_ALIGNMENT, LayerLauncher, shard_constants
@@ -222,8 +223,8 @@ _launch = LayerLauncher(prefill_kernel, constants)
 
 def prefill(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, out: torch.Tensor, schedule, **options
-) -> None:
+) -> Launched:
     """Attention of the prefilling requests of a `schedule.Schedule`; see `runner.attend` for the rest."""
     plan = schedule.prefill
     own = (plan.tiles, schedule.batch.num_decodes, plan.tiles if plan.queues is None else plan.queues)
-    _launch(plan.tiles.shape[0], own, plan.variant, q, k_pages, v_pages, out, schedule, **options)
+    return _launch(plan.tiles.shape[0], own, plan.variant, q, k_pages, v_pages, out, schedule, **options)
