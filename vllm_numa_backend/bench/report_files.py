@@ -125,7 +125,7 @@ def draw(report: Report, folder: Path) -> list[str]:
     try:
         import matplotlib
     except ImportError:
-        report.notes.append("No plots: matplotlib is not installed (pip install 'vllm-numa-backend[model]').")
+        report.notes.append("No plots: matplotlib is not installed (pip install matplotlib).")
         return []
     matplotlib.use("Agg")
     from matplotlib import pyplot
