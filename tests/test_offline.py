@@ -136,6 +136,7 @@ def test_common_layers(generation, tmp_path):
         assert report["whole"].get("atomic", 0) == arrivals + 2 * placed, name
         assert report["whole"].get("domain read", 0) == placed, name
         assert len(report["announcements"]) == (arrivals if generation.startswith("gfx") else 0), name
+        assert bool(report["whole"].get("cluster barrier")) == ("in-clusters" in report["call"]), name
     # its figures move with the compiler; its layers and tiles are those of today
     for row in map(row_of, reports):
         named = row[: [bar.start() for bar in re.finditer(r"\|", row)][4]]

@@ -42,7 +42,7 @@ class Call:
     """A layer's call, in what decides how it is compiled. The flags say what it has.
 
     side_by_side: the cache is [page, KV head, token, key and value], as vLLM 0.32 and later lay it out.
-    portable: on sm_90, the portable kernels also where the dispatcher chooses others.
+    portable: on sm_90, the portable kernels also where the dispatcher chooses others. clusters: see `schedule.Planner`.
     """
 
     shape: LayerShape
@@ -59,6 +59,7 @@ class Call:
     placement: str = "dispatch"
     side_by_side: bool = False
     portable: bool = False
+    clusters: bool = False
 
     def kernel(self, phase: str) -> str | None:
         """What to ask the dispatcher for, None for its own choice."""
@@ -156,13 +157,16 @@ def compile_call(call: Call, generation: str, step: str, **tile: int | str) -> l
         topology=pretend(generation),
         placement=call.placement,
         features=call.features,
+        clusters=call.clusters,
         **own,
     )
     shape, variant, decode, prefill = call.shape, None, None, None
     batch = batch_of(num_decodes=REQUESTS if step == "decode" else 0 if step == "prefill" else 1)
     if step == "decode":
-        variant = replace(planner.decode_variant, **tile)
-        decode = replace(planner.decode_buffers, variant=variant)
+        # no launch lists the work of clusters, so that planning them compiles nothing
+        chosen = planner.plan(batch).decode if call.clusters else planner.decode_buffers
+        variant = replace(chosen.variant, **tile)
+        decode = replace(chosen, variant=variant)
     elif step == "prefill":
         variant = replace(planner.prefill_variant, **tile)
         prefill = PrefillSchedule(variant, _empty(TOKENS, 4, dtype=torch.int32))

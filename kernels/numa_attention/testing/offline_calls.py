@@ -6,6 +6,8 @@ from itertools import product
 
 import torch
 
+from numa_attention.decode.cdna5_variant import OLDEST_TRITON_WITH_CLUSTERS
+from numa_attention.jit import triton_release
 from numa_attention.shapes import CONTIGUOUS, LayerShape
 from numa_attention.sharding import WHOLE, Shard
 from numa_attention.testing.capture import Call
@@ -67,6 +69,8 @@ def describe(call: Call) -> str:
         words.append(f"by-{call.placement}")
     if call.portable:
         words.append("portable")
+    if call.clusters:
+        words.append("in-clusters")
     return " ".join(words)
 
 
@@ -90,6 +94,7 @@ def common_calls(generation: str) -> list[tuple[Call, str]]:
         (split, "decode"),
         *placed_calls(generation),
         *side_by_side_calls(generation)[:1],
+        *cluster_calls(generation)[:1],
         *portable_calls(generation)[:2],
     ]
 
@@ -118,6 +123,25 @@ def side_by_side_calls(generation: str) -> list[tuple[Call, str]]:
         dict(page_size=64, head_dims=(64, 64)),
     )
     return [(make_call(generation, **layer, side_by_side=True), "decode") for layer in layers]
+
+
+def cluster_calls(generation: str) -> list[tuple[Call, str]]:
+    """Decode in clusters of workgroups, where a device and the Triton at hand have them."""
+    release = triton_release()
+    if generation != "gfx1250" or release is None or release < OLDEST_TRITON_WITH_CLUSTERS:
+        return []
+    everything = dict(window=127, sinks=True, soft_cap=True, alibi=True, lse=True)
+    layers = (
+        {},
+        everything,
+        dict(float8=E4M3),
+        dict(float8=E4M3, side_by_side=True),
+        dict(head_dims=(64, 64)),
+    )
+    # one KV head: as many units as requests, two workgroups for each
+    return [
+        (make_call(generation, group=64, page_size=128, **layer, clusters=True), "decode") for layer in layers
+    ]
 
 
 def portable_calls(generation: str) -> list[tuple[Call, str]]:
@@ -185,6 +209,7 @@ def all_calls(generation: str) -> list[tuple[Call, str]]:
     add("plan", "write")
     calls.extend(placed_calls(generation))
     calls.extend(side_by_side_calls(generation))
+    calls.extend(cluster_calls(generation))
     calls.extend(portable_calls(generation))
     calls.extend(missing_calls(generation, {variant_key(call, step, generation) for call, step in calls}))
     return calls
