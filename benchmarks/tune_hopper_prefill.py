@@ -4,11 +4,11 @@
     python benchmarks/tune_hopper_prefill.py --kv-dtype fp8
     python benchmarks/tune_hopper_prefill.py --rows 0 --candidates "2x128x2 ahead turns copied persistent;2x128x3 ahead"
 
-A candidate is consumers x KV tokens of a tile x buffers, and the words of its form (prefill/hopper_variant.py). First
-all are checked at once on small odd steps, of which unused memory is NaN, against a float64 reference; this compiles
-them too. Those that are right are then timed by graph replay, one after the other. Each candidate has a process of its
-own, which is stopped when it takes too long, so that one that hangs or fails costs no more. Figures are printed as they
-come.
+A candidate is consumers of a workgroup x KV tokens of a tile x buffers, and the words of its form
+(prefill/hopper_variant.py). First all are checked at once on small odd steps, of which unused memory is NaN, against a
+float64 reference; this compiles them too. Those that are right are then timed by graph replay, one after the other.
+Each candidate has a process of its own, which is stopped when it takes too long, so that one that hangs or fails costs
+no more. Figures are printed as they come.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from numa_attention import reference, runner  # noqa: E402
+from numa_attention.jit import triton_release  # noqa: E402
 from numa_attention.prefill import hopper_variant  # noqa: E402
 from numa_attention.schedule import Planner  # noqa: E402
 from numa_attention.shapes import LayerShape  # noqa: E402
@@ -55,6 +56,12 @@ CANDIDATES = (
     "2x128x2 ahead turns copied persistent roomy",
     "2x128x2 ahead turns copied persistent staged",
     "3x64x3 ahead turns copied persistent",
+)
+# with releases of Triton that have clusters on sm_90
+CLUSTER_CANDIDATES = (
+    "2x128x3 ahead copied persistent cluster",
+    "2x128x2 ahead copied persistent cluster",
+    "2x128x3 ahead copied cluster",
 )
 ROUNDED = "rounded-queries rounded-probabilities"
 FLOAT8_CANDIDATES = (
@@ -94,9 +101,8 @@ def candidate_of(text: str, shape: LayerShape) -> Variant:
     sizes, _, form = text.partition(" ")
     consumers, block_n, stages = map(int, sizes.split("x"))
     chosen = choose_prefill(shape, detect("cuda"), "triton", kernel=hopper_variant.NAME)
-    return dataclasses.replace(
-        chosen, form=form, block_m=consumers * hopper_variant.ROWS, block_n=block_n, num_stages=stages
-    )
+    rows = consumers * hopper_variant.ROWS * hopper_variant.ctas_of(form)
+    return dataclasses.replace(chosen, form=form, block_m=rows, block_n=block_n, num_stages=stages)
 
 
 def fits(text: str, shape: LayerShape) -> bool:
@@ -136,7 +142,10 @@ def check(text: str, cases: list[Case]) -> None:
         print(f"right: {row.name}", flush=True)
     variant = candidate_of(text, cases[0].shape)
     options = dict(
-        device="cuda", block_n=variant.block_n, stages=variant.num_stages, consumers=variant.block_m // 64
+        device="cuda",
+        block_n=variant.block_n,
+        stages=variant.num_stages,
+        consumers=int(text.partition("x")[0]),
     )
     sinks = torch.randn(14, device="cuda")
     row = cases[0]
@@ -228,6 +237,8 @@ def main(
     deadline = time.time() + seconds
     cases = chosen_cases(rows, head_dim, kv_dtype)
     default = FLOAT8_CANDIDATES if kv_dtype == "fp8" else CANDIDATES
+    if kv_dtype != "fp8" and triton_release() >= hopper_variant.OLDEST_TRITON_WITH_CLUSTERS:
+        default += CLUSTER_CANDIDATES
     names = [name.strip() for name in candidates.split(";")] if candidates else list(default)
     for name in [name for name in names if not fits(name, next(iter(cases.values())).shape)]:
         print(f"{name}: too large for shared memory", flush=True)

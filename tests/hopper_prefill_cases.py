@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from numa_attention.prefill.hopper_variant import FLOAT8_FORM, FORM, ROWS
+from numa_attention.prefill.hopper_variant import FLOAT8_FORM, FORM, ROWS, ctas_of
 from numa_attention.schedule import Schedule
 from numa_attention.topology import detect, pretend
 from numa_attention.variants import choose_prefill
@@ -29,7 +29,7 @@ def check_prefill(
     variant = dataclasses.replace(
         variant,
         form=form,
-        block_m=consumers * ROWS,
+        block_m=consumers * ROWS * ctas_of(form),
         block_n=block_n or variant.block_n,
         num_stages=stages or variant.num_stages,
     )

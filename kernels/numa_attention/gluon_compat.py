@@ -21,6 +21,22 @@ tma_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_glob
 tma_store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
+if VERSION >= (3, 7):
+
+    @gluon.jit
+    def tma_load_shared(source, at, barrier, buffer, CTAS: gl.constexpr):
+        """`tma_load` of a tile of which each of CTAS workgroups of a cluster gets a copy: one asks for all."""
+        tma_load(source, at, barrier, buffer, multicast=CTAS > 1)
+
+else:
+
+    @gluon.jit
+    def tma_load_shared(source, at, barrier, buffer, CTAS: gl.constexpr):
+        """`tma_load` of a tile of which each of CTAS workgroups of a cluster gets a copy: here only of one."""
+        gl.static_assert(CTAS == 1, "Triton 3.6 has no clusters")
+        tma_load(source, at, barrier, buffer)
+
+
 # what a release lacks
 HAS_CLUSTERS = VERSION >= (3, 7)
 HAS_TDM_GATHER = hasattr(cdna5.tdm, "async_gather")
@@ -36,13 +52,20 @@ if hasattr(getattr(hopper, "cluster", None), "barrier"):
         """All workgroups of a cluster of sm_90 meet."""
         hopper.cluster.barrier()
 
-else:
+elif hasattr(hopper, "cluster"):
 
     @gluon.jit
     def cluster_barrier():
         """All workgroups of a cluster of sm_90 meet."""
         hopper.cluster.arrive()
         hopper.cluster.wait()
+
+else:
+
+    @gluon.jit
+    def cluster_barrier():
+        """All workgroups of a cluster of sm_90 meet."""
+        gl.static_assert(False, "Triton 3.6 has no clusters")
 
 
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):

@@ -64,12 +64,21 @@ class Address:
 
 
 def descriptor_of(
-    base: torch.Tensor | Address, size: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...]
-) -> TensorDescriptor:
-    """A tensor map whose boxes lie in shared memory swizzled as widely as their rows allow."""
+    base: torch.Tensor | Address, size: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...],
+    shares: tuple[tuple[int, ...], ...] = (),
+) -> TensorDescriptor:  # fmt: skip
+    """A tensor map whose boxes lie in shared memory swizzled as widely as their rows allow.
+
+    shares: in a cluster, the step from one workgroup's part of a box to the next one's; of zeros where each has it all.
+    """
     itemsize = base.dtype.itemsize
     swizzle = min(box[-1] * itemsize, SWIZZLE_BYTES)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * itemsize, rank=len(box))
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=swizzle,
+        element_bitwidth=8 * itemsize,
+        rank=len(box),
+        cga_layout=list(map(list, shares)),
+    )
     return TensorDescriptor(base, list(size), list(stride), list(box), layout)
 
 
@@ -77,14 +86,17 @@ _descriptor_of = lru_cache(maxsize=4096)(descriptor_of)
 
 
 def tensor_map(
-    tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...]
-) -> TensorDescriptor:
+    tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], box: tuple[int, ...],
+    shares: tuple[tuple[int, ...], ...] = (),
+) -> TensorDescriptor:  # fmt: skip
     """The tensor map of a tensor, made once for each: every layer of every step asks for some."""
     if tensor.device.type == "cpu":  # the interpreter reads the tensor itself
-        return descriptor_of(tensor, size, stride, box)
-    return _descriptor_of(Address(tensor.data_ptr(), tensor.dtype), size, stride, box)
+        return descriptor_of(tensor, size, stride, box, shares)
+    return _descriptor_of(Address(tensor.data_ptr(), tensor.dtype), size, stride, box, shares)
 
 
-def map_of_rows(pages: torch.Tensor, matrix: Matrix, box: tuple[int, int]) -> TensorDescriptor:
+def map_of_rows(
+    pages: torch.Tensor, matrix: Matrix, box: tuple[int, int], shares: tuple[tuple[int, ...], ...] = ()
+) -> TensorDescriptor:
     """The tensor map of a cache that `matrix_of` describes."""
-    return tensor_map(pages, (matrix.rows, matrix.columns), (matrix.row_stride, 1), box)
+    return tensor_map(pages, (matrix.rows, matrix.columns), (matrix.row_stride, 1), box, shares)

@@ -69,3 +69,49 @@ def tma_multicast_sum(
             cluster_barrier()
         step += 1
     gl.store(out + gl.arange(0, BM, gl.SliceLayout(1, REG)), total)
+
+
+@gluon.jit
+def tma_shared_barrier_sum(
+    tiles, out, K, BM: gl.constexpr, BK: gl.constexpr, REG: gl.constexpr, FAULT: gl.constexpr
+):
+    """The same with one mbarrier for both workgroups, at which both arrive when they have read a tile."""
+    OWN: gl.constexpr = hopper.mbarrier.MBarrierLayout([[1]])
+    COMMON: gl.constexpr = hopper.mbarrier.MBarrierLayout([[0]])
+    buffer = gl.allocate_shared_memory(tiles.dtype, [BM, BK], tiles.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2], OWN)
+    if FAULT == "released to itself":
+        empty = gl.allocate_shared_memory(gl.int64, [2], OWN)
+    else:
+        empty = gl.allocate_shared_memory(gl.int64, [1], COMMON)
+    hopper.mbarrier.init(full, count=1)
+    hopper.mbarrier.init(empty, count=1)
+    cluster_barrier()
+    total = gl.zeros((BM,), gl.float32, gl.SliceLayout(1, REG))
+    step = 0
+    for k in range(0, K, BK):
+        # the second workgroup does not wait here
+        hopper.mbarrier.wait(empty, (step & 1) ^ 1)
+        hopper.mbarrier.expect(full, tiles.block_type.nbytes)
+        tma_load(tiles, [0, k], full, buffer, multicast=True)
+        hopper.mbarrier.wait(full, step & 1)
+        total += gl.sum(buffer.load(REG).to(gl.float32), 1)
+        hopper.mbarrier.arrive(empty, count=1)
+        step += 1
+    if FAULT != "no barrier at the end":
+        cluster_barrier()
+    gl.store(out + gl.arange(0, BM, gl.SliceLayout(1, REG)), total)
+
+
+@gluon.jit
+def tma_expects_early(tiles, out, BM: gl.constexpr, BK: gl.constexpr, REG: gl.constexpr):
+    """Bytes of a second tile are expected before the first one is known to be there."""
+    buffers = gl.allocate_shared_memory(tiles.dtype, [2, BM, BK], tiles.layout)
+    full = hopper.mbarrier.allocate_mbarrier()
+    hopper.mbarrier.init(full, count=1)
+    for step in range(2):
+        hopper.mbarrier.expect(full, tiles.block_type.nbytes)
+        tma_load(tiles, [0, step * BK], full, buffers.index(step))
+    hopper.mbarrier.wait(full, 1)
+    rows = gl.arange(0, BM, gl.SliceLayout(1, REG))
+    gl.store(out + rows, gl.sum(buffers.index(1).load(REG).to(gl.float32), 1))

@@ -52,6 +52,7 @@ runs = {
 if gluon_compat.HAS_CLUSTERS:
     runs["tdm multicast"] = cases.tdm_multicast
     runs["tma multicast"] = cases.tma_multicast
+    runs["tma shared barrier"] = cases.tma_shared_barrier
 if gluon_compat.exchanges_between_ctas("sm_90"):
     runs["sum over a cluster"] = lambda: cases.tma_multicast(split=(0, 1))
 

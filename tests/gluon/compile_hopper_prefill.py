@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 import torch
 
 from numa_attention.domain_map import SM_IDS
-from numa_attention.prefill.hopper_variant import FLOAT8_FORM, SHARED_BYTES
+from numa_attention.jit import triton_release
+from numa_attention.prefill.hopper_variant import FLOAT8_FORM, OLDEST_TRITON_WITH_CLUSTERS, SHARED_BYTES
 from numa_attention.schedule import PrefillSchedule, Schedule
 from numa_attention.testing import capture, isa
 from numa_attention.testing.offline_calls import E4M3, make_call
@@ -27,6 +28,11 @@ LAYERS = {
     "head_dim 256": dict(head_dims=(256, 256), group=4, page_size=64),
 }
 ROUNDED = f"{FLOAT8_FORM} rounded-queries rounded-probabilities"
+CLUSTER_LAYERS = {
+    f"{title}, cluster": layer | {"cluster": True}
+    for title, layer in LAYERS.items()
+    if "placement" not in layer and triton_release() >= OLDEST_TRITON_WITH_CLUSTERS
+}
 FLOAT8_LAYERS = {
     "float8, head_dim 64": dict(head_dims=(64, 64), page_size=64, sinks=True, window=127),
     "float8, head_dim 128": dict(head_dims=(128, 128)),
@@ -38,12 +44,14 @@ FLOAT8_LAYERS = {
 def report(layer: dict) -> dict:
     """What one kernel takes, and its instructions: all, those of the main loop, and some of these in their order."""
     layer = dict(layer)
-    form = layer.pop("form", None)
+    form, cluster = layer.pop("form", None), layer.pop("cluster", False)
     call = make_call("sm_90", **layer)
     topology = pretend("sm_90")
     variant = choose_prefill(call.shape, topology, "triton", kernel="hopper-prefill")
     variant = place(variant, call.placement, topology)
     variant = replace(variant, form=form or variant.form)
+    if cluster:
+        variant = replace(variant, form=f"{variant.form} cluster", block_m=2 * variant.block_m)
     tiles = torch.empty(capture.TOKENS, 4, dtype=torch.int32, device="meta")
     queues = torch.empty(topology.domains + 1 + SM_IDS, dtype=torch.int32, device="meta")
     with capture.compiling_for("sm_90") as captured:
@@ -72,6 +80,6 @@ def report(layer: dict) -> dict:
 
 if __name__ == "__main__":
     float8 = {title: layer | {"float8": E4M3} for title, layer in FLOAT8_LAYERS.items()}
-    for title, layer in (LAYERS | float8).items():
+    for title, layer in (LAYERS | CLUSTER_LAYERS | float8).items():
         if not sys.argv[1:] or sys.argv[1] in title:
             print(json.dumps({"name": title} | report(layer)), flush=True)

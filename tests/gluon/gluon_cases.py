@@ -130,10 +130,21 @@ def convert_between_ctas(target: str) -> float:
     return error(out, torch.arange(128))
 
 
-def tma_multicast(fault="", seed=0, split=SPLIT) -> float:
+def tma_multicast(fault="", seed=0, split=SPLIT, kernel=cluster_kernels.tma_multicast_sum) -> float:
     a, out = torch.randn(64, 192).half(), poisoned(64)
-    interpret(cluster_kernels.tma_multicast_sum, target="sm_90")[(1,)](
+    interpret(kernel, target="sm_90")[(1,)](
         descriptor(a, [64, 64], [[0, 0]]), out, 192,
         BM=64, BK=64, REG=rows_over_ctas(split), FAULT=fault, num_ctas=2, seed=seed,
     )  # fmt: skip
     return error(out, a.float().sum(1))
+
+
+def tma_shared_barrier(fault="", seed=0) -> float:
+    return tma_multicast(fault, seed, kernel=cluster_kernels.tma_shared_barrier_sum)
+
+
+def tma_expects_early(seed=0) -> None:
+    interpret(cluster_kernels.tma_expects_early, target="sm_90")[(1,)](
+        descriptor(torch.randn(64, 128).half(), [64, 64]), poisoned(64),
+        BM=64, BK=64, REG=gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]), seed=seed,
+    )  # fmt: skip

@@ -108,6 +108,23 @@ def test_cluster_barrier_on_sm90():
 
 @needs_clusters
 @pytest.mark.parametrize(
+    ("fault", "mentions"),
+    [
+        ("released to itself", "total += gl.sum(buffer.load"),
+        ("no barrier at the end", "hopper.mbarrier.arrive(empty, count=1)"),
+    ],
+)
+def test_a_barrier_that_a_cluster_shares(fault, mentions):
+    assert_found(lambda seed: cases.tma_shared_barrier(fault, seed), cluster_kernels, Race, mentions=mentions)
+
+
+@needs_clusters
+def test_an_arrival_that_may_count_for_the_phase_before():
+    assert_found(cases.tma_expects_early, cluster_kernels, GluonFault, mentions="hopper.mbarrier.expect(full")
+
+
+@needs_clusters
+@pytest.mark.parametrize(
     ("fault", "kind", "mentions"),
     [
         ("wait inside the barrier", Refused, "cdna5.tdm.async_wait(0)"),

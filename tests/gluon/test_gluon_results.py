@@ -44,6 +44,7 @@ def test_attention_on_sm90():
 def test_multicast(seed):
     assert cases.tdm_multicast(seed=seed) < 1e-6
     assert cases.tma_multicast(seed=seed) < 1e-6
+    assert cases.tma_shared_barrier(seed=seed) < 1e-6
 
 
 @needs_clusters

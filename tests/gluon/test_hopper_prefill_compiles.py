@@ -6,9 +6,11 @@ import pytest
 
 from numa_attention.prefill.hopper_variant import SHARED_BYTES
 from tests.compiled import reports_of
-from tests.gluon.compile_hopper_prefill import FLOAT8_LAYERS, LAYERS
+from tests.gluon.compile_hopper_prefill import CLUSTER_LAYERS, FLOAT8_LAYERS
+from tests.gluon.compile_hopper_prefill import LAYERS as SINGLE_LAYERS
 
 pytestmark = pytest.mark.slow
+LAYERS = SINGLE_LAYERS | CLUSTER_LAYERS
 THREADS = 384  # two consumers and the producer, each in a warpgroup
 # accesses to spilled registers, between loops and in the producer: once or twice a tile of the list
 SPILLS = 300
@@ -68,6 +70,21 @@ def test_the_softmax_runs_under_the_product_with_values(reports, name):
     assert len(waits) == 2
     assert products[-1] < waits[0] < exponentials[0], "all products are on their way before the first wait"
     assert exponentials[-1] < waits[1], "the product with values is waited for after the exponentials"
+
+
+@pytest.mark.parametrize("name", CLUSTER_LAYERS)
+def test_two_workgroups_a_tile(reports, name):
+    alone, pair = reports[name.removesuffix(", cluster")], reports[name]
+    opcodes = pair["opcodes"]
+    assert count(opcodes, "UTMALDG.2D.MULTICAST") == count(opcodes, "UTMALDG.2D"), "pages go to both"
+    assert count(opcodes, "UTMALDG.2D") == count(alone["opcodes"], "UTMALDG.2D")
+    assert not count(alone["opcodes"], "UCGABAR", "UTMALDG.2D.MULTICAST")
+    # once before the barriers are used, once at the end; other warps than the first ones have code of their own
+    assert count(opcodes, "UCGABAR_ARV") == count(opcodes, "UCGABAR_WAIT") >= 4
+    assert count(pair["loop"], "SYNCS.ARRIVE.TRANS64.RED") == 2, "buffers are released to the first workgroup"
+    assert not count(pair["loop"], "UCGABAR"), "workgroups meet at mbarriers in the main loop"
+    assert sum(pair["loop"].values()) <= sum(alone["loop"].values()) + 8
+    assert pair["resources"]["shared"] == alone["resources"]["shared"]
 
 
 @pytest.mark.parametrize("name", FLOAT8_LAYERS)

@@ -20,7 +20,7 @@ from numa_attention.prefill import (
 )
 from numa_attention.prefill.hopper_variant import FLOAT8_FORM, FLOAT8_WORDS, FORM
 from numa_attention.testing import hopper_assembly
-from tests.gluon.test_hopper_prefill import check, check_mistake, on_sm_90
+from tests.gluon.test_hopper_prefill import WORDS, check, check_mistake, on_sm_90
 from tests.hopper_prefill_cases import E4M3, check_prefill, float8_case, windowed_case
 from tests.random_draws import SEED
 from tests.support import LAYOUTS, make_paged_case
@@ -117,7 +117,7 @@ def test_random_steps():
             lengths, totals, window if window >= 0 else 1 << 20, q_heads=group, kv_heads=1, kv_dtype=E4M3,
             seed=generator.randrange(1 << 30), **options,
         )  # fmt: skip
-        words = (*hopper_variant.WORDS, *FLOAT8_WORDS)
+        words = (*WORDS, *FLOAT8_WORDS)
         form = " ".join(word for word in words if generator.random() < 0.5)
         tile = dict(
             consumers=generator.randint(1, hopper_variant.MAX_FLOAT8_CONSUMERS),

@@ -18,12 +18,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from numa_attention.gluon_compat import cluster_barrier
 from numa_attention.portable_launch import ANY_ALIGNMENT
 from numa_attention.prefill.hopper_consumer import consume
 from numa_attention.prefill.hopper_float8 import allocate_queries, shared_layout, transpose
 from numa_attention.prefill.hopper_producer import produce
+from numa_attention.prefill.hopper_rows import barrier_layout
 from numa_attention.prefill.hopper_seat import take_seat
-from numa_attention.prefill.hopper_work import ROWS
 
 
 @gluon.jit(
@@ -67,25 +68,39 @@ def prefill_kernel(
     block_table_stride,
     C: gl.constexpr,
 ):
-    BAR: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    buffer_q = gl.allocate_shared_memory(keys.dtype, [C.consumers * C.query_parts, ROWS, C.dim], keys.layout)
+    QUERY_BUFFERS: gl.constexpr = C.consumers * C.query_parts
+    BAR: gl.constexpr = barrier_layout(C.ctas)
+    # of tiles that all workgroups of a cluster must have left before they are copied over
+    COMMON: gl.constexpr = barrier_layout(C.ctas, shared=True)
+    buffer_q = gl.allocate_shared_memory(
+        keys.dtype,
+        [QUERY_BUFFERS, C.rows, C.dim],
+        shared_layout(C.dim, 8 * C.cache_bytes, C.ctas, split=True),
+    )
     buffer_k = gl.allocate_shared_memory(keys.dtype, [C.stages, C.block_n, C.dim], keys.layout)
     buffer_v = gl.allocate_shared_memory(keys.dtype, [C.stages, C.block_n, C.dim_v], keys.layout)
     buffer_q2 = buffer_q
     buffer_k2 = buffer_k
     if C.second > 0:
         buffer_q2 = gl.allocate_shared_memory(
-            keys.dtype, [C.consumers * C.query_parts, ROWS, C.second], keys_second.layout
+            keys.dtype,
+            [QUERY_BUFFERS, C.rows, C.second],
+            shared_layout(C.second, 8 * C.cache_bytes, C.ctas, split=True),
         )
         buffer_k2 = gl.allocate_shared_memory(keys.dtype, [C.stages, C.block_n, C.second], keys_second.layout)
-    full_q = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], BAR)
-    empty_q = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], BAR)
-    turn = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], BAR)
-    cleared = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
-    full_k = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
-    empty_k = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
-    full_v = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
-    empty_v = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
+    full_q = gl.allocate_shared_memory(gl.int64, [C.consumers, C.ctas], BAR)
+    empty_q = gl.allocate_shared_memory(gl.int64, [C.consumers, C.ctas], BAR)
+    turn = gl.allocate_shared_memory(gl.int64, [C.consumers, C.ctas], BAR)
+    cleared = gl.allocate_shared_memory(gl.int64, [1, C.ctas], BAR)
+    full_k = gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)
+    empty_k = gl.allocate_shared_memory(gl.int64, [C.stages, 1], COMMON)
+    full_v = gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)
+    # the values of a float8 cache come from a workgroup's own transposer
+    empty_v = (
+        gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)
+        if C.float8
+        else gl.allocate_shared_memory(gl.int64, [C.stages, 1], COMMON)
+    )
     for i in gl.static_range(C.consumers):
         hopper.mbarrier.init(full_q.index(i), count=1)
         hopper.mbarrier.init(empty_q.index(i), count=1)
@@ -105,10 +120,10 @@ def prefill_kernel(
         if C.query_copies:
             raw_queries = allocate_queries(queries.dtype, C)
         buffer_v = gl.allocate_shared_memory(
-            values.dtype, [C.stages, C.dim_v, C.block_n], shared_layout(C.block_n, 8)
+            values.dtype, [C.stages, C.dim_v, C.block_n], shared_layout(C.block_n, 8, C.ctas)
         )
-        full_raw = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
-        empty_raw = gl.allocate_shared_memory(gl.int64, [C.stages, 1], BAR)
+        full_raw = gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)
+        empty_raw = gl.allocate_shared_memory(gl.int64, [C.stages, 1], COMMON)
         for i in gl.static_range(C.stages):
             hopper.mbarrier.init(full_raw.index(i), count=1)
             hopper.mbarrier.init(empty_raw.index(i), count=1)
@@ -183,3 +198,6 @@ def prefill_kernel(
             C.worker_warps,
             C.worker_registers,
         )
+    if C.ctas > 1:
+        # the others have arrived at barriers of the first workgroup, which must still be there
+        cluster_barrier()

@@ -17,7 +17,7 @@ from numa_attention.prefill.hopper_float8 import (
 )
 from numa_attention.prefill.hopper_rows import copy_layout, product_layout, rows_of
 from numa_attention.prefill.hopper_seat import first_tile
-from numa_attention.prefill.hopper_work import ROWS, work_of
+from numa_attention.prefill.hopper_work import work_of
 
 # the scoring rule is that of all kernels: these are its plain-Triton functions, compiled by Gluon
 score_tile = gluon.jit(scores.score_tile.fn)
@@ -37,22 +37,24 @@ def load_queries(
     DIM: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Copy a consumer's rows of the packed tile, DIM columns from `first_column`, into shared memory."""
-    COPY: gl.constexpr = copy_layout(DIM)
+    COPY: gl.constexpr = copy_layout(DIM, C.ctas)
+    # a part of a tile that workgroups divide would be one workgroup's
+    COUNT: gl.constexpr = PART if C.ctas == 1 else C.rows
     o_column = first_column + gl.arange(0, DIM, gl.SliceLayout(0, COPY))
-    for part in gl.static_range(ROWS // PART):
+    for part in gl.static_range(C.rows // COUNT):
         o_token, o_head, m_row = rows_of(
-            first_row + part * PART, kv_head, query_start, query_len, PART, gl.SliceLayout(1, COPY), C
+            first_row + part * COUNT, kv_head, query_start, query_len, COUNT, gl.SliceLayout(1, COPY), C
         )
         p_q = q + o_token[:, None] * token_stride + o_head[:, None] * head_stride + o_column[None, :]
         b_q = gl.load(p_q, mask=m_row[:, None], other=0.0)
-        shared.slice(part * PART, PART, dim=0).store(b_q)
+        shared.slice(part * COUNT, COUNT, dim=0).store(b_q)
 
 
 @gluon.jit
 def multiply_keys(buffers, slot, CONSUMER: gl.constexpr, C: gl.constexpr):
     """Begin the product [M, N] of a consumer's queries with the keys in a buffer."""
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
-    b_s = gl.zeros((ROWS, C.block_n), gl.float32, product_layout(C.block_n, C.depth))
+    b_s = gl.zeros((C.rows, C.block_n), gl.float32, product_layout(C.block_n, C.depth, C.ctas))
     for part in gl.static_range(C.query_parts):
         rows_q = buffer_q.index(CONSUMER * C.query_parts + part)
         b_s = hopper.warpgroup_mma(
@@ -71,7 +73,7 @@ def multiply_values(b_p, b_p2, values, b_acc, C: gl.constexpr):
         values = values.permute((1, 0))
     b_v = b_acc
     if C.summed:
-        b_v = gl.zeros((ROWS, C.dim_v), gl.float32, b_acc.type.layout)
+        b_v = gl.zeros((C.rows, C.dim_v), gl.float32, b_acc.type.layout)
     b_v = hopper.warpgroup_mma(b_p, values, b_v, use_acc=not C.summed, is_async=True)
     if C.probability_parts == 2:
         b_v = hopper.warpgroup_mma(b_p2, values, b_v, is_async=True)
@@ -103,7 +105,7 @@ def add_values(b_acc, b_v, b_shrink, C: gl.constexpr):
 @gluon.jit
 def by_row(b_x, C: gl.constexpr):
     """A number a row of the scores [M] for the rows of the accumulator."""
-    return gl.convert_layout(b_x, gl.SliceLayout(1, product_layout(C.dim_v, C.depth)))
+    return gl.convert_layout(b_x, gl.SliceLayout(1, product_layout(C.dim_v, C.depth, C.ctas)))
 
 
 @gluon.jit
@@ -127,7 +129,9 @@ def softmax(
     Where scores are the products times a factor, the maximum is that of the products, so that one multiply-add a score
     is enough.
     """
-    o_key = tile * C.block_n + gl.arange(0, C.block_n, gl.SliceLayout(0, product_layout(C.block_n, C.depth)))
+    o_key = tile * C.block_n + gl.arange(
+        0, C.block_n, gl.SliceLayout(0, product_layout(C.block_n, C.depth, C.ctas))
+    )
     if C.has_cap or C.has_alibi:
         if C.float8:
             b_s = score_tile(
@@ -157,7 +161,7 @@ def as_operands(b_p, DTYPE: gl.constexpr, C: gl.constexpr):
     if C.float8:
         return as_float8_operands(b_p, C)
     else:
-        b_p = gl.convert_layout(b_p.to(DTYPE), gl.DotOperandLayout(0, product_layout(C.dim_v), 2))
+        b_p = gl.convert_layout(b_p.to(DTYPE), gl.DotOperandLayout(0, product_layout(C.dim_v, 16, C.ctas), 2))
         return b_p, b_p
 
 
@@ -167,7 +171,7 @@ def clear_values(buffer, cleared, phase, key_low, seq_len, tile, CONSUMER: gl.co
 
     The consumers divide the rows, and each waits until all are done.
     """
-    COPY: gl.constexpr = copy_layout(C.dim_v)
+    COPY: gl.constexpr = copy_layout(C.dim_v, C.ctas, False)
     for part in gl.static_range(C.block_n // PART):
         if part % C.consumers == CONSUMER:
             o_key = tile * C.block_n + part * PART + gl.arange(0, PART, gl.SliceLayout(1, COPY))
@@ -248,8 +252,8 @@ def consume(
     raw_q, raw_q2 = raw_queries
     full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
     tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat = step
-    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(C.block_n, C.depth))
-    PV: gl.constexpr = product_layout(C.dim_v, C.depth)
+    ROW: gl.constexpr = gl.SliceLayout(1, product_layout(C.block_n, C.depth, C.ctas))
+    PV: gl.constexpr = product_layout(C.dim_v, C.depth, C.ctas)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, PV)
     v_factor = 1.0
     if C.has_scales:
@@ -275,13 +279,13 @@ def consume(
             diagonal,
             interior,
         ) = work_of(index, step, C)
-        first_row = block * C.block_m + CONSUMER * ROWS
+        first_row = block * C.block_m + CONSUMER * C.rows
         row_scale = scale
         if C.query_copies:
             hopper.mbarrier.wait(full_q.index(CONSUMER), parity)
         if C.float8:
-            COPY: gl.constexpr = copy_layout(C.dim)
-            COPY2: gl.constexpr = copy_layout(max(C.second, 16))
+            COPY: gl.constexpr = copy_layout(C.dim, C.ctas)
+            COPY2: gl.constexpr = copy_layout(max(C.second, 16), C.ctas)
             b_q2 = gl.zeros((1,), gl.float32, gl.SliceLayout(0, COPY))
             if C.query_copies:
                 b_q = raw_q.index(CONSUMER).load(COPY)
@@ -309,17 +313,17 @@ def consume(
                     q_token_stride, q_head_stride, C.second, C,
                 )  # fmt: skip
             hopper.fence_async_shared()
-        o_row = first_row + gl.arange(0, ROWS, ROW)
+        o_row = first_row + gl.arange(0, C.rows, ROW)
         o_query = o_row // C.group
         # rows past the last query get a position left of every key, so that they see none
         o_position = gl.where(o_query < query_len, seq_len - query_len + o_query, -1)
-        b_slope = gl.zeros((ROWS,), gl.float32, ROW)
+        b_slope = gl.zeros((C.rows,), gl.float32, ROW)
         if C.has_alibi:
             o_head = kv_head * C.group + o_row % C.group
             b_slope = gl.load(alibi_slopes + o_head, mask=o_query < query_len, other=0.0).to(gl.float32)
-        b_m = gl.full((ROWS,), float("-inf"), gl.float32, ROW)
-        b_l = gl.zeros((ROWS,), gl.float32, ROW)
-        b_acc = gl.zeros((ROWS, C.dim_v), gl.float32, PV)
+        b_m = gl.full((C.rows,), float("-inf"), gl.float32, ROW)
+        b_l = gl.zeros((C.rows,), gl.float32, ROW)
+        b_acc = gl.zeros((C.rows, C.dim_v), gl.float32, PV)
 
         slot, phase = walked % C.stages, (walked // C.stages) & 1
         hopper.mbarrier.wait(full_k.index(slot), phase)
@@ -375,7 +379,7 @@ def consume(
         b_acc = add_values(b_acc, b_v, b_shrink, C)
         hopper.mbarrier.arrive(empty_v.index(slot), count=1)
 
-        o_token, o_head, m_row = rows_of(first_row, kv_head, query_start, query_len, ROWS, OUT_ROW, C)
+        o_token, o_head, m_row = rows_of(first_row, kv_head, query_start, query_len, C.rows, OUT_ROW, C)
         b_m = gl.convert_layout(b_m * factor_of(row_scale, C), OUT_ROW)
         b_l = gl.convert_layout(b_l, OUT_ROW)
         if C.float8:
@@ -390,10 +394,10 @@ def consume(
         b_out = (normalise(b_acc, b_l) * v_factor).to(out.dtype.element_ty)
         if C.float8:
             b_out = in_order(b_out, C)
-        STORE: gl.constexpr = copy_layout(C.dim_v) if C.staged else b_out.type.layout
+        STORE: gl.constexpr = copy_layout(C.dim_v, C.ctas) if C.staged else b_out.type.layout
         b_out = gl.convert_layout(b_out, STORE)
         o_token, o_head, m_row = rows_of(
-            first_row, kv_head, query_start, query_len, ROWS, gl.SliceLayout(1, STORE), C
+            first_row, kv_head, query_start, query_len, C.rows, gl.SliceLayout(1, STORE), C
         )
         o_dv = gl.arange(0, C.dim_v, gl.SliceLayout(0, STORE))
         p_out = out + o_token[:, None] * out_token_stride + o_head[:, None] * out_head_stride + o_dv[None, :]

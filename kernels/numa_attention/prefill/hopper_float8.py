@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention import scores
 from numa_attention.gluon_compat import reinterpret
-from numa_attention.prefill.hopper_rows import copy_layout, product_layout, rows_of
+from numa_attention.prefill.hopper_rows import copy_layout, product_layout, rows_of, shares
 from numa_attention.prefill.hopper_seat import first_tile
-from numa_attention.prefill.hopper_work import ROWS, work_of
+from numa_attention.prefill.hopper_work import work_of
 
 power_of_two_below = gluon.jit(scores.power_of_two_below.fn)
 
@@ -56,7 +56,7 @@ prmt.b32 $1, $2, $3, 0x7531;
 
 
 @gluon.constexpr_function
-def word_layout(words, tokens):
+def word_layout(words, tokens, ctas=1):
     """A tile of values [words, tokens] as `ldmatrix` transposes it, a quarter of the tokens to a warp.
 
     A thread's first four registers are tokens 0, 1, 8 and 9 of sixteen, then 2, 3, 10 and 11 are its neighbour's.
@@ -68,15 +68,15 @@ def word_layout(words, tokens):
         registers,
         [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
         [[0, tokens // 4], [0, tokens // 2]],
-        [],
+        shares(ctas, split=False),
         [words, tokens],
     )
 
 
 @gluon.constexpr_function
-def shared_layout(columns, bits):
+def shared_layout(columns, bits, ctas=1, split=False):
     """Rows of so many elements of so many bits in shared memory, as wgmma and TMA want them."""
-    return gl.NVMMASharedLayout(min(columns * bits // 8, 128), bits, 2)
+    return gl.NVMMASharedLayout(min(columns * bits // 8, 128), bits, 2, cga_layout=shares(ctas, split=split))
 
 
 @gluon.jit
@@ -97,8 +97,8 @@ def transpose_tile(source, target, key_low, seq_len, tile, C: gl.constexpr):
     Tokens outside of [key_low, seq_len) become zero: they may be anything, NaN included.
     """
     WORDS: gl.constexpr = C.dim_v // 2
-    LAYOUT: gl.constexpr = word_layout(WORDS, C.block_n)
-    pairs = reinterpret(source, gl.int16, [C.block_n, WORDS], shared_layout(WORDS, 16))
+    LAYOUT: gl.constexpr = word_layout(WORDS, C.block_n, C.ctas)
+    pairs = reinterpret(source, gl.int16, [C.block_n, WORDS], shared_layout(WORDS, 16, C.ctas))
     b_pairs = pairs.permute((1, 0)).load(LAYOUT)
     if (tile * C.block_n < key_low) | ((tile + 1) * C.block_n > seq_len):
         o_key = tile * C.block_n + gl.arange(0, C.block_n, gl.SliceLayout(0, LAYOUT))
@@ -145,8 +145,8 @@ def transpose(raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, step, C: gl
 @gluon.jit
 def in_order(b_acc, C: gl.constexpr):
     """The accumulator [M, dim_v] with its columns in the order of the dimensions."""
-    b_acc = b_acc.reshape([ROWS, C.dim_v // 16, 2, 4, 2]).permute([0, 1, 3, 4, 2])
-    return b_acc.reshape([ROWS, C.dim_v])
+    b_acc = b_acc.reshape([C.rows, C.dim_v // 16, 2, 4, 2]).permute([0, 1, 3, 4, 2])
+    return b_acc.reshape([C.rows, C.dim_v])
 
 
 # ---- queries and probabilities ----
@@ -155,10 +155,14 @@ def in_order(b_acc, C: gl.constexpr):
 @gluon.jit
 def allocate_queries(DTYPE: gl.constexpr, C: gl.constexpr):
     """Buffers for the rows of the packed tile as they come, and for their second part."""
-    first = gl.allocate_shared_memory(DTYPE, [C.consumers, ROWS, C.dim], shared_layout(C.dim, 16))
+    first = gl.allocate_shared_memory(
+        DTYPE, [C.consumers, C.rows, C.dim], shared_layout(C.dim, 16, C.ctas, True)
+    )
     second = first
     if C.second > 0:
-        second = gl.allocate_shared_memory(DTYPE, [C.consumers, ROWS, C.second], shared_layout(C.second, 16))
+        second = gl.allocate_shared_memory(
+            DTYPE, [C.consumers, C.rows, C.second], shared_layout(C.second, 16, C.ctas, True)
+        )
     return first, second
 
 
@@ -168,9 +172,9 @@ def load_rows(
     DIM: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """A consumer's rows of the packed tile, DIM columns from `first_column`."""
-    COPY: gl.constexpr = copy_layout(DIM)
+    COPY: gl.constexpr = copy_layout(DIM, C.ctas)
     o_token, o_head, m_row = rows_of(
-        first_row, kv_head, query_start, query_len, ROWS, gl.SliceLayout(1, COPY), C
+        first_row, kv_head, query_start, query_len, C.rows, gl.SliceLayout(1, COPY), C
     )
     o_column = first_column + gl.arange(0, DIM, gl.SliceLayout(0, COPY))
     p_q = q + o_token[:, None] * token_stride + o_head[:, None] * head_stride + o_column[None, :]
@@ -180,7 +184,7 @@ def load_rows(
 @gluon.jit
 def store_queries(b_q, b_factor, buffer_q, CONSUMER: gl.constexpr, DIM: gl.constexpr, C: gl.constexpr):
     """Put rows [M, DIM] into shared memory in float8, divided by b_factor."""
-    b_factor = gl.convert_layout(b_factor, gl.SliceLayout(1, copy_layout(DIM)))
+    b_factor = gl.convert_layout(b_factor, gl.SliceLayout(1, copy_layout(DIM, C.ctas)))
     b_high, b_low = split(b_q.to(gl.float32) / b_factor[:, None])
     buffer_q.index(CONSUMER * C.query_parts).store(b_high)
     if C.query_parts == 2:
@@ -197,7 +201,7 @@ def quantise_queries(b_q, b_q2, buffers, CONSUMER: gl.constexpr, ROW: gl.constex
     b_max = gl.max(gl.abs(b_q.to(gl.float32)), 1)
     if C.second > 0:
         b_max2 = gl.max(gl.abs(b_q2.to(gl.float32)), 1)
-        b_max = gl.maximum(b_max, gl.convert_layout(b_max2, gl.SliceLayout(1, copy_layout(C.dim))))
+        b_max = gl.maximum(b_max, gl.convert_layout(b_max2, gl.SliceLayout(1, copy_layout(C.dim, C.ctas))))
     b_factor = power_of_two_below(b_max) * (1.0 / QUERY_SCALE)
     store_queries(b_q, b_factor, buffer_q, CONSUMER, C.dim, C)
     if C.second > 0:
@@ -209,8 +213,10 @@ def quantise_queries(b_q, b_q2, buffers, CONSUMER: gl.constexpr, ROW: gl.constex
 @gluon.jit
 def left_operand(b_p, C: gl.constexpr):
     """float8 probabilities [M, N] as a left operand, tokens in the order of `transpose_tile`."""
-    b_p = b_p.reshape([ROWS, C.block_n // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, C.block_n])
-    return gl.convert_layout(b_p, gl.DotOperandLayout(0, product_layout(C.dim_v, 32), 4), assert_trivial=True)
+    b_p = b_p.reshape([C.rows, C.block_n // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
+    b_p = b_p.reshape([C.rows, C.block_n])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(C.dim_v, 32, C.ctas), 4)
+    return gl.convert_layout(b_p, OPERAND, assert_trivial=True)
 
 
 @gluon.jit

@@ -9,12 +9,14 @@ from functools import cache, lru_cache
 import torch
 
 from numa_attention.direct_launch import Launched
-from numa_attention.jit import Launcher, gluon_entry, pointer_traits
+from numa_attention.jit import Launcher, gluon_entry, pointer_traits, triton_release
 from numa_attention.prefill import portable
 from numa_attention.prefill.hopper import prefill_kernel
 from numa_attention.prefill.hopper_variant import (
     NAME,
     ROWS,
+    check_cluster,
+    ctas_of,
     keep_together,
     partitions_of,
     parts_of,
@@ -33,12 +35,14 @@ def constants_of(
     shape: LayerShape, variant: Variant, causal: bool, has_cap: bool, has_alibi: bool, has_sink: bool, has_lse: bool,
     has_scales: bool,
 ) -> Constants:  # fmt: skip
-    """What one compiled kernel is made for."""
-    consumers = variant.block_m // ROWS
+    """What one compiled kernel is made for. Raises ValueError for a form that cannot run here."""
+    check_cluster(variant.form, variant.queues, triton_release())
+    words = variant.form.split()
+    ctas = ctas_of(variant.form)
+    consumers = variant.block_m // (ROWS * ctas)
     float8 = takes_float8(shape)
     warps, registers = partitions_of(consumers, variant.form, float8)
     query_parts, probability_parts = parts_of(variant.form) if float8 else (1, 1)
-    words = variant.form.split()
     dim, second = columns_of(shape.head_dim)
     return Constants(
         group=shape.group,
@@ -56,6 +60,7 @@ def constants_of(
         has_lse=has_lse,
         has_scales=has_scales,
         consumers=consumers,
+        ctas=ctas,
         stages=variant.num_stages,
         # hyperbolic tangents under way need too many registers
         ahead="ahead" in words and not has_cap,
@@ -93,10 +98,11 @@ def size_of(device: torch.device) -> tuple[int, int]:
 def workgroups_of(
     shape: LayerShape, variant: Variant, batch: StepBatch, tiles: int, device: torch.device
 ) -> int:
-    """Workgroups of a launch: one a tile, or as many as there are SMs, where the form says so and it pays."""
+    """Workgroups or clusters of a launch: one a tile, or as many as run at once where the form says so and it pays."""
     units, l2_bytes = size_of(device)
     blocks = batch.max_query_len * shape.group // variant.block_m
     head_bytes = batch.max_seq_len * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
+    units = max(units // ctas_of(variant.form), 1)
     if "persistent" in variant.form.split() and keep_together(blocks, head_bytes, units, l2_bytes):
         return min(tiles, units)
     return tiles
@@ -168,14 +174,23 @@ def prefill(
     v_matrix = matrix_of(v_pages.shape, v_pages.stride(), v_pages.itemsize)
     chunk = chunk_of(shape.page_size, variant.block_n)
     # where the kernel copies no queries, their tensor map is not used
-    tokens, heads = (ROWS // shape.group, shape.group) if ROWS % shape.group == 0 else (ROWS, 1)
+    ctas = ctas_of(variant.form)
+    rows = ROWS * ctas
+    tokens, heads = (rows // shape.group, shape.group) if ROWS % shape.group == 0 else (rows, 1)
+    divided, copied = (((1, 0, 0),), ((0, 0),)) if ctas > 1 else ((), ())
     size, stride = q.shape, q.stride()
     maps = {
-        "queries": ("q", lambda q: tensor_map(q, size, stride, (tokens, heads, dim))),
-        "queries_second": ("q", lambda q: tensor_map(q, size, stride, (tokens, heads, second or dim))),
-        "keys": ("k_pages", lambda pages: map_of_rows(pages, k_matrix, (chunk, dim))),
-        "keys_second": ("k_pages", lambda pages: map_of_rows(pages, k_matrix, (chunk, second or dim))),
-        "values": ("v_pages", lambda pages: map_of_rows(pages, v_matrix, (chunk, shape.head_dim_v))),
+        "queries": ("q", lambda q: tensor_map(q, size, stride, (tokens, heads, dim), divided)),
+        "queries_second": (
+            "q",
+            lambda q: tensor_map(q, size, stride, (tokens, heads, second or dim), divided),
+        ),
+        "keys": ("k_pages", lambda pages: map_of_rows(pages, k_matrix, (chunk, dim), copied)),
+        "keys_second": (
+            "k_pages",
+            lambda pages: map_of_rows(pages, k_matrix, (chunk, second or dim), copied),
+        ),
+        "values": ("v_pages", lambda pages: map_of_rows(pages, v_matrix, (chunk, shape.head_dim_v), copied)),
     }
     described = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
     p_lse = out if lse is None else lse
@@ -199,5 +214,5 @@ def prefill(
     )  # fmt: skip
     workgroups = workgroups_of(shape, variant, batch, len(plan.tiles), q.device)
     grid = workgroups, 1, 1
-    direct = _launch(key, grid, arguments, dict(C=constants), dict(num_warps=4))
+    direct = _launch(key, grid, arguments, dict(C=constants), dict(num_warps=4, num_ctas=ctas))
     return Launched(variant.name, direct, grid, (*arguments, constants), maps)

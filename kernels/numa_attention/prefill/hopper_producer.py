@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from numa_attention.gluon_compat import tma_load
+from numa_attention.gluon_compat import reinterpret, tma_load, tma_load_shared
 from numa_attention.prefill.hopper_seat import first_tile
 from numa_attention.prefill.hopper_work import QUERY_BYTES, ROWS, work_of
 
@@ -32,17 +32,21 @@ def copy_tile(
     count: tiles requested before it. row, column: where the head begins in the matrix of the cache.
     """
     slot = count % C.stages
-    hopper.mbarrier.wait(empty.index(slot), ((count // C.stages) & 1) ^ 1)
+    phase = ((count // C.stages) & 1) ^ 1
+    hopper.mbarrier.wait(empty.index(slot), phase)
+    if C.ctas > 1:
+        # the first workgroup alone has waited: what another one expects must not count for the copy before
+        hopper.mbarrier.wait(full.index(slot), phase)
     hopper.mbarrier.expect(full.index(slot), C.block_n * (DIM + SECOND) * C.cache_bytes)
     for chunk in gl.static_range(C.block_n // C.chunk):
         first = pages[chunk] * page_rows + row
         if C.page_size > C.chunk:
             first += (tile * C.block_n + chunk * C.chunk) % C.page_size
         to = buffer.index(slot).slice(chunk * C.chunk, C.chunk, dim=0)
-        tma_load(cache, [first, column], full.index(slot), to)
+        tma_load_shared(cache, [first, column], full.index(slot), to, C.ctas)
         if SECOND > 0:
             to = second_buffer.index(slot).slice(chunk * C.chunk, C.chunk, dim=0)
-            tma_load(second, [first, column + DIM], full.index(slot), to)
+            tma_load_shared(second, [first, column + DIM], full.index(slot), to, C.ctas)
 
 
 @gluon.jit
@@ -50,14 +54,18 @@ def copy_queries(
     queries, second, buffers, full, empty, phase, token, head, CONSUMER: gl.constexpr, C: gl.constexpr
 ):
     """Request a consumer's rows of the packed tile, which begin at (token, head), once their buffer is free."""
-    TOKENS: gl.constexpr = ROWS // C.group
+    TOKENS: gl.constexpr = C.rows // C.group
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
     bar = full.index(CONSUMER)
     hopper.mbarrier.wait(empty.index(CONSUMER), phase ^ 1)
     hopper.mbarrier.expect(bar, ROWS * (C.dim + C.second) * QUERY_BYTES)
-    tma_load(queries, [token, head, 0], bar, buffer_q.index(CONSUMER).reshape([TOKENS, C.group, C.dim]))
+    # not reshaped: where workgroups divide the rows, that gives a layout that TMA does not take
+    LAYOUT: gl.constexpr = queries.layout
+    to = reinterpret(buffer_q.index(CONSUMER), queries.dtype, [TOKENS, C.group, C.dim], LAYOUT)
+    tma_load(queries, [token, head, 0], bar, to)
     if C.second > 0:
-        to = buffer_q2.index(CONSUMER).reshape([TOKENS, C.group, C.second])
+        LAYOUT2: gl.constexpr = second.layout
+        to = reinterpret(buffer_q2.index(CONSUMER), second.dtype, [TOKENS, C.group, C.second], LAYOUT2)
         tma_load(second, [token, head, C.dim], bar, to)
 
 
@@ -91,7 +99,7 @@ def produce(descriptors, buffers, barriers, step, places, C: gl.constexpr):
         v_row, v_column = kv_head * v_head_rows, kv_head * v_head_columns
         if C.query_copies:
             for consumer in gl.static_range(C.consumers):
-                token = query_start + (block * C.block_m + consumer * ROWS) // C.group
+                token = query_start + (block * C.block_m + consumer * C.rows) // C.group
                 copy_queries(
                     queries, queries_second, buffers, full_q, empty_q, parity, token, kv_head * C.group, consumer,
                     C,

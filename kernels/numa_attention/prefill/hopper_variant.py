@@ -10,7 +10,8 @@ from numa_attention.shapes import LayerShape, has_plain_cache
 
 NAME = "hopper-prefill"
 OLDEST_TRITON = (3, 6)
-ROWS = 64  # of the packed tile, a consumer
+OLDEST_TRITON_WITH_CLUSTERS = (3, 8)  # 3.7 cannot name a part of a tile of which each workgroup has a copy
+ROWS = 64  # of the packed tile, a consumer in a workgroup
 MAX_CONSUMERS = 3
 MAX_FLOAT8_CONSUMERS = 2  # the transposer's registers are a third one's
 # what the words of a form mean; none of them changes the result, but for the rounding of a float8 cache's
@@ -21,6 +22,7 @@ WORDS = {
     "persistent": "one workgroup a compute unit, which computes several tiles, in launches where they keep together",
     "staged": "outputs are put in order in shared memory, so that each thread writes 16 bytes",
     "roomy": "the producer gets more registers, and the consumers fewer",
+    "cluster": "two workgroups divide a tile of twice the rows, and one copy of keys and values by TMA goes to both",
 }
 # of a float8 cache alone
 FLOAT8_WORDS = {
@@ -97,6 +99,29 @@ def why_not(shape: LayerShape, triton: tuple[int, int] | None) -> str | None:
         known = ", ".join(f"{keys}/{values}" for keys, values in tiles)
         return f"takes head sizes (keys/values) {known}, not {shape.head_dim}/{shape.head_dim_v}"
     return None
+
+
+def ctas_of(form: str) -> int:
+    """Workgroups that compute a tile of the list together, as a cluster."""
+    return 2 if "cluster" in form.split() else 1
+
+
+def check_cluster(form: str, queues: int, triton: tuple[int, int] | None) -> None:
+    """Raises ValueError where a form asks for clusters, and a release of Triton or hardware placement allows none."""
+    if ctas_of(form) == 1:
+        return
+    if triton is None or triton < OLDEST_TRITON_WITH_CLUSTERS:
+        oldest = ".".join(map(str, OLDEST_TRITON_WITH_CLUSTERS))
+        found = "none" if triton is None else f"{triton[0]}.{triton[1]}"
+        raise ValueError(
+            f"{NAME} with the word cluster needs Triton {oldest} or later, found {found}: earlier ones cannot copy "
+            f"pages into parts of a tile that both workgroups have. Leave the word out"
+        )
+    if queues:
+        raise ValueError(
+            f"{NAME} with the word cluster takes no seats by hardware placement, which deals them to single "
+            f"workgroups: leave the word out, or NUMA_SWIZZLE_PLACEMENT at dispatch"
+        )
 
 
 def parts_of(form: str) -> tuple[int, int]:

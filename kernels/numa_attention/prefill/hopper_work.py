@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-ROWS = gl.constexpr(64)  # rows of the packed tile that one consumer keeps
+ROWS = gl.constexpr(64)  # rows of the packed tile that one consumer keeps in a workgroup
 QUERY_BYTES = gl.constexpr(2)  # of an element of queries
 
 
@@ -33,6 +33,7 @@ class Constants:
     has_lse: bool
     has_scales: bool
     consumers: int
+    ctas: int  # workgroups of a cluster, each of which has all consumers
     stages: int
     ahead: bool
     turns: bool
@@ -54,9 +55,14 @@ class Constants:
             object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
 
     @property
+    def rows(self) -> gl.constexpr:
+        """Rows of the packed tile that one consumer keeps, in all workgroups of a cluster."""
+        return ROWS * self.ctas
+
+    @property
     def block_m(self) -> gl.constexpr:
         """Rows of the packed tile."""
-        return ROWS * self.consumers
+        return self.rows * self.consumers
 
 
 @gluon.jit

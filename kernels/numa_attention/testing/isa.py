@@ -100,22 +100,27 @@ class Code:
     def main_loop(self) -> tuple[int, int] | None:
         """The innermost loop that multiplies tiles and, where any does, exponentiates.
 
-        Kernels have several: the walk over tiles that need no mask is the shortest, and runs the longest. Products that
-        take no matrix instruction (float32 on NVIDIA) show as fused multiply-adds.
+        Kernels have several: the walk over tiles that need no mask is the shortest, with as many exponentials, and runs
+        the longest. Products that take no matrix instruction (float32 on NVIDIA) show as fused multiply-adds.
         """
         counts = {loop: self.count(loop) for loop in self.loops}
         multiplying = [loop for loop in self.loops if any(counts[loop][kind] for kind in MATRIX_KINDS)]
         if not multiplying:
             most = max((count["fused multiply-add"] for count in counts.values()), default=0)
             multiplying = [loop for loop in self.loops if 2 * counts[loop]["fused multiply-add"] > most]
-        # a wait that repeats may look like a loop of its own, around some of the products
+        # waits that repeat may look like loops of their own, around some of the products and few exponentials
         multiplying = [loop for loop in multiplying if counts[loop]["exponential"]] or multiplying
         innermost = [
             (begin, end)
             for begin, end in multiplying
             if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in multiplying)
         ]
-        return min(innermost, key=lambda loop: loop[1] - loop[0], default=None)
+
+        def density(loop: tuple[int, int]) -> tuple[float, int]:
+            length = loop[1] - loop[0]
+            return counts[loop]["exponential"] / length, -length
+
+        return max(innermost, key=density, default=None)
 
 
 _TENSOR_ROW = re.compile(r"tensordesc<(?:tensor<)?(?:\d+x)*(\d+)x[a-z]+(\d+)")

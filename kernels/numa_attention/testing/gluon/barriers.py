@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from numa_attention.testing.gluon.builder_base import BuilderBase
-from numa_attention.testing.gluon.clocks import Clock, join, joined
-from numa_attention.testing.gluon.faults import GluonFault, NotModelled
+from numa_attention.testing.gluon.clocks import Access, Clock, join, joined, knows
+from numa_attention.testing.gluon.faults import GluonFault, NotModelled, Race
 from numa_attention.testing.gluon.values import SharedView, Value, is_on, present
 
 
 class Barrier:
-    """An mbarrier, the same in every CTA: it counts arrivals and bytes, and completes a phase when none are left."""
+    """An mbarrier, the same in every CTA: it counts arrivals and bytes, and completes a phase when none are left.
 
-    def __init__(self, count: int, ctas: int) -> None:
+    owners: for each CTA, the one at whose barrier it arrives: another one's where several share one. CTAs arrive
+    together, which counts once.
+    """
+
+    def __init__(self, count: int, owners: list[int]) -> None:
+        ctas = len(owners)
+        self.owners = owners
+        self.from_others: dict[tuple, Access] = {}  # the last arrival of each that is not in the owner's CTA
         self.count = count
         self.pending = count
         self.bytes = 0
@@ -24,8 +31,8 @@ class Barrier:
             raise GluonFault(
                 f"an mbarrier initialised for {self.count} arrivals gets more than that in one phase, at {where}"
             )
-        for mine, clock in zip(self.arriving, clocks, strict=True):
-            join(mine, clock)
+        for owner, clock in zip(self.owners, clocks, strict=True):
+            join(self.arriving[owner], clock)
         self.pending -= count
 
     def complete_if_ready(self) -> None:
@@ -52,7 +59,28 @@ class BarrierOperations(BuilderBase):
         return barrier
 
     def create_mbarrier_init(self, view: SharedView, count: int) -> None:
-        view.allocation.barriers[view.footprint] = Barrier(count, self.ctas)
+        view.allocation.barriers[view.footprint] = Barrier(count, self._owners(view))
+
+    def _owners(self, view: SharedView) -> list[int]:
+        """For each CTA, the one whose mbarrier it uses: on sm_90 the first of all that share one."""
+        own = self.ctas - 1
+        if self.generation.startswith("sm_"):
+            for bit, basis in enumerate(self.cta_bases(view.type)):
+                if not any(basis):
+                    own &= ~(1 << bit)
+        return [cta & own for cta in range(self.ctas)]
+
+    def check_barriers_outlive_arrivals(self) -> None:
+        """At the end of a kernel: nobody may still arrive at a barrier of a CTA that is gone. Raises Race."""
+        clocks = self.scheduler.current.clocks
+        for allocation in self.allocations:
+            for barrier in allocation.barriers.values():
+                for (owner, *_), access in barrier.from_others.items():
+                    if not access.before(clocks[owner]):
+                        raise Race(
+                            f"{access.text} may come when CTA {owner}, whose barrier it is, has ended: the kernel's "
+                            f"end needs a cluster barrier"
+                        )
 
     def create_mbarrier_inval(self, view: SharedView) -> None:
         self.barrier_at(view)
@@ -82,7 +110,18 @@ class BarrierOperations(BuilderBase):
     def _arrive(self, barrier: Barrier, count: int, from_cta: int | None = None) -> None:
         me = self.scheduler.current
         kept_bits = self.ctas - 1 if from_cta is None else from_cta
-        barrier.arrive([me.clocks[cta & kept_bits] for cta in range(self.ctas)], count, self.where())
+        clocks = [me.clocks[cta & kept_bits] for cta in range(self.ctas)]
+        for cta, (owner, clock) in enumerate(zip(barrier.owners, clocks, strict=True)):
+            if not knows(clock, barrier.released[owner]):
+                raise Race(
+                    f"an arrival at {self.where()} may count for the phase before its own: CTA {cta} does not know "
+                    f"that this one is complete"
+                )
+            if owner != cta:
+                agent = me.agent(cta & kept_bits)
+                text = f"an arrival at {self.where()}"
+                barrier.from_others[owner, agent] = Access(agent, clock[agent], text)
+        barrier.arrive(clocks, count, self.where())
         me.advance()
         barrier.complete_if_ready()
 
@@ -93,8 +132,10 @@ class BarrierOperations(BuilderBase):
         parity = int(phase.item()) & 1
         me = self.scheduler.current
         self.scheduler.wait_until(lambda: barrier.phase & 1 != parity)
-        for clock, released in zip(me.clocks, barrier.released, strict=True):
-            join(clock, released)
+        for cta, owner in enumerate(barrier.owners):
+            # whose barrier it is not does not wait
+            if owner == cta:
+                join(me.clocks[cta], barrier.released[cta])
 
     # ---- their AMD names ----
 

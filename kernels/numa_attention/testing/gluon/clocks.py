@@ -22,6 +22,11 @@ def join(into: Clock, other: Clock) -> None:
             into[agent] = tick
 
 
+def knows(clock: Clock, other: Clock) -> bool:
+    """Whether `clock` has reached all that `other` has."""
+    return all(clock.get(agent, 0) >= tick for agent, tick in other.items())
+
+
 def joined(clocks: Iterable[Clock]) -> Clock:
     result: Clock = {}
     for clock in clocks:

@@ -24,11 +24,16 @@ class Copies(MemoryOperations):
     # ---- common to all ----
 
     def senders(self, view: SharedView, multicast: bool) -> list[list[int]]:
-        """For each CTA, the CTAs whose copies land in its shared memory: a zero basis means that all share."""
+        """For each CTA, the CTAs whose copies land in its shared memory: a zero basis means that all share.
+
+        On sm_90 the first of those that share a tile asks for all of it, on gfx1250 each for a part.
+        """
         bases = self.cta_bases(view.type) if multicast else None
         if not bases:
             return [[cta] for cta in range(self.ctas)]
         splitting = sum(1 << bit for bit, basis in enumerate(bases) if any(basis))
+        if self.generation.startswith("sm_"):
+            return [[cta & splitting] for cta in range(self.ctas)]
         return [
             [other for other in range(self.ctas) if other & splitting == cta & splitting]
             for cta in range(self.ctas)
@@ -70,7 +75,7 @@ class Copies(MemoryOperations):
             operation.finish()
             for cta, sending in enumerate(senders):
                 for sender in sending:
-                    join(barrier.arriving[cta], operation.clocks[sender])
+                    join(barrier.arriving[barrier.owners[cta]], operation.clocks[sender])
             signal()
             barrier.complete_if_ready()
 

@@ -117,6 +117,7 @@ class _Launch:
         try:
             EagerGenerator(self.kernel, self.builder, self.context).run(values)
             self.builder.check_nothing_outstanding(main)
+            self.builder.check_barriers_outlive_arrivals()
             if self.scheduler.in_flight:
                 operation, _ = self.scheduler.in_flight[0]
                 raise Race(f"{operation.what} at {operation.where} is still in flight when the kernel ends")
