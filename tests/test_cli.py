@@ -176,6 +176,18 @@ def test_doctor_knows_the_oldest_triton(version, wrong):
 
 
 @pytest.mark.parametrize(
+    ("device", "version", "noted"),
+    [("MI450", "3.6.0", True), ("MI450", "3.7.1", False), ("MI300X", "3.6.0", False), ("MI450", None, False)],
+)
+def test_doctor_says_what_an_old_triton_costs_on_an_mi450(device, version, noted):
+    from numa_attention.topology import pretend
+
+    report = doctor.Report(packages={"triton": version})
+    doctor.explain_old_triton(report, pretend(device))
+    assert ["take 3.7 or later" in note for note in report.notes] == [True] * noted
+
+
+@pytest.mark.parametrize(
     ("chosen", "version", "device", "words"),
     [
         ({}, None, "MI300X", "all kernels are ours"),

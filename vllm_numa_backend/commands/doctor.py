@@ -232,6 +232,7 @@ def choose(report: Report, device: Topology, chosen: settings.Settings | None, p
             report.problems.append(str(error))
         return
     explain_aiter(report, device, chosen)
+    explain_old_triton(report, device)
     for model, q_heads, kv_heads, head_dim in EXAMPLE_SHAPES:
         shape = LayerShape(
             q_heads, kv_heads, head_dim, head_dim, torch.bfloat16, torch.bfloat16, page_size=16
@@ -274,6 +275,18 @@ def explain_aiter(report: Report, device: Topology, chosen: settings.Settings) -
         )
     else:
         report.notes.append(f"amd-aiter {version}: taken wherever it can run (NUMA_SWIZZLE_AITER=always).")
+
+
+def explain_old_triton(report: Report, device: Topology) -> None:
+    """On an MI450, say what a Triton that cannot compile the kernels for it costs."""
+    from numa_attention.decode.cdna5_variant import OLDEST_TRITON as OLDEST
+
+    version = report.packages.get("triton")
+    if device.generation == "gfx1250" and version is not None and installed.release(version) < OLDEST:
+        report.notes.append(
+            f"Triton {version} compiles the portable kernels for {device.generation} badly, with thousands of spilled "
+            f"registers: take {OLDEST[0]}.{OLDEST[1]} or later, which compiles the kernels made for it."
+        )
 
 
 def show(console: Console, report: Report) -> None:
