@@ -9,10 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numa_attention.decode.work_list import (
+    FIRST_FIELDS,
     FIRST_WORKGROUP,
+    ITEM_FIELDS,
     KV_HEAD,
+    QUERY_LEN,
+    QUERY_START,
     REQUEST,
     ROW_BLOCK,
+    ROW_FIELDS,
+    SEQ_LEN,
     SPLIT,
     SPLITS,
     TILE_BEGIN,
@@ -41,7 +47,8 @@ lists = {
 def build(requests, **options):
     seq_lens = np.array([max(length, queries) for length, queries in requests])
     query_lens = np.array([queries for _, queries in requests])
-    return seq_lens, query_lens, *build_on_host(seq_lens, query_lens, **options)
+    starts = np.concatenate(([3], 3 + query_lens.cumsum()))  # a list may begin in the middle of a step
+    return seq_lens, query_lens, *build_on_host(seq_lens, starts, **options)
 
 
 @given(**lists)
@@ -62,12 +69,18 @@ def test_every_tile_is_listed_once_and_ranges_are_even(
     listed = {}
     loads = []
     slots = set()
-    for workgroup, (first, count) in enumerate(ranges):
+    for workgroup, (first, count) in enumerate(ranges[:, :2]):
         own = items[first : first + count]
+        if count:
+            fields = ranges[workgroup, FIRST_FIELDS : FIRST_FIELDS + ITEM_FIELDS]
+            assert (fields == own[0, :ITEM_FIELDS]).all()
         loads.append(int((own[:, TILE_END] - own[:, TILE_BEGIN]).sum()))
         for item in own:
             unit = (item[REQUEST], item[KV_HEAD], item[ROW_BLOCK])
             assert item[FIRST_WORKGROUP] + item[SPLIT] == workgroup
+            request = item[REQUEST]
+            assert item[QUERY_START] == 3 + query_lens[:request].sum()
+            assert (item[QUERY_LEN], item[SEQ_LEN]) == (query_lens[request], seq_lens[request])
             if item[SPLITS] > 1:
                 slot = partial_slot(item[SPLIT], item[FIRST_WORKGROUP])
                 assert slot not in slots and slot < 2 * workgroups
@@ -88,7 +101,7 @@ def test_every_tile_is_listed_once_and_ranges_are_even(
     if used:
         average = -(-sum(used) // workgroups)
         assert max(used) <= max(average, min_tiles)
-        if any(count > 1 for _, count in ranges):
+        if any(ranges[:, 1] > 1):
             assert max(used) - min(used) <= 1
             assert len(used) == workgroups or max(used) <= min_tiles
         else:  # each range is a part of one unit, which is cut evenly
@@ -122,21 +135,29 @@ def test_device_form_equals_host_form(seed, device):
         "shard": WHOLE if seed % 2 else Shard(1 + seed % 5, seed % 3 % (1 + seed % 5), 1 + seed),
     }
     workgroups = -(-workgroups // options["domains"]) * options["domains"]
-    expected_ranges, expected_items = build_on_host(seq_lens, query_lens, workgroups=workgroups, **options)
-    ranges = torch.full((workgroups, 2), -7, dtype=torch.int32, device=device)
+    starts = np.concatenate(([0], query_lens.cumsum()))
+    expected_ranges, expected_items = build_on_host(seq_lens, starts, workgroups=workgroups, **options)
+    ranges = torch.full((workgroups, ROW_FIELDS), -7, dtype=torch.int32, device=device)
     items = torch.full(
-        (capacity(16, kv_heads, 8 * group // 16 + 1, workgroups), 8), -7, dtype=torch.int32, device=device
+        (capacity(16, kv_heads, 8 * group // 16 + 1, workgroups), ROW_FIELDS),
+        -7,
+        dtype=torch.int32,
+        device=device,
     )
     # the list may be that of a step's later requests
     options["first_request"] = before = seed % 3
     expected_items[:, REQUEST] += before
-    starts = torch.tensor([0] * before + [0, *query_lens.cumsum()], dtype=torch.int32, device=device)
+    starts = torch.tensor([0] * before + [*starts], dtype=torch.int32, device=device)
     lengths = torch.tensor([77] * before + [*seq_lens], dtype=torch.int32, device=device)
     build_on_device(lengths, starts, ranges, items, num_requests=requests, max_requests=16, **options)
     ranges, items = ranges.cpu().numpy(), items.cpu().numpy()
     assert (ranges[:, 1] == expected_ranges[:, 1]).all()
-    for (first, count), (expected_first, _) in zip(ranges, expected_ranges, strict=True):
-        assert (items[first : first + count] == expected_items[expected_first : expected_first + count]).all()
+    for row, expected_row in zip(ranges, expected_ranges, strict=True):
+        (first, count), expected_first = row[:2], expected_row[0]
+        expected = expected_items[expected_first : expected_first + count, :ITEM_FIELDS]
+        assert (items[first : first + count, :ITEM_FIELDS] == expected).all()
+        if count:
+            assert (row[FIRST_FIELDS : FIRST_FIELDS + ITEM_FIELDS] == expected[0]).all()
 
 
 def long_case(device):
@@ -150,7 +171,7 @@ def test_units_are_split_merged_in_one_launch_and_leave_the_counters_at_zero(ker
     schedule = planner.plan(step_of(case, 3))
     items = schedule.decode.items.cpu().numpy()
     ranges = schedule.decode.ranges.cpu().numpy()
-    splits = [items[i, SPLITS] for first, count in ranges for i in range(first, first + count)]
+    splits = [items[i, SPLITS] for first, count in ranges[:, :2] for i in range(first, first + count)]
     assert max(splits) > 1
     first, _ = run(case, schedule, scale=0.125)
     assert not schedule.decode.arrivals.any()
@@ -194,7 +215,7 @@ def test_corrupting_one_entry_changes_the_output(kernels, field, device):
     schedule = make_planner(case, kernels=kernels).plan(step_of(case, 3))
     right, _ = run(case, schedule, scale=0.125)
     ranges, items = schedule.decode.ranges, schedule.decode.items
-    first, count = ranges[2].tolist()
+    first, count = ranges[2, :2].tolist()
     item = first + count - 1
     items[item, field] = {
         REQUEST: 1 - items[item, REQUEST].clamp(max=1),

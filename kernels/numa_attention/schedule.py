@@ -259,8 +259,8 @@ class Planner:
 
         return DecodeSchedule(
             variant,
-            ranges=empty(workgroups, 2, dtype=torch.int32),
-            items=empty(items, work_list.ITEM_FIELDS, dtype=torch.int32),
+            ranges=empty(workgroups, work_list.ROW_FIELDS, dtype=torch.int32),
+            items=empty(items, work_list.ROW_FIELDS, dtype=torch.int32),
             arrivals=torch.zeros(2, 2 * workgroups, dtype=torch.int32, device=self.device),
             partial_acc=empty(2 * workgroups, block_m, block_dv, dtype=torch.float32),
             partial_ml=empty(2 * workgroups, 2, block_m, dtype=torch.float32),
@@ -408,11 +408,9 @@ class Planner:
                 names = ("query_start_loc", "first_request", "num_requests")
                 self._lists[key] = Repeat(launched, names)
         else:
-            query_lens = _lengths(batch.query_start_loc_cpu[first : first + number + 1].numpy())
+            starts = batch.query_start_loc_cpu[first : first + number + 1].numpy()
             seq_lens = batch.seq_lens[first : first + number].cpu().numpy()
-            ranges, items = work_list.build_on_host(
-                seq_lens, query_lens, workgroups=len(plan.ranges), **options
-            )
+            ranges, items = work_list.build_on_host(seq_lens, starts, workgroups=len(plan.ranges), **options)
             plan.ranges.copy_(torch.from_numpy(ranges))
             plan.items[: len(items)] = torch.from_numpy(items)
 

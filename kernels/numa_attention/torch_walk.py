@@ -171,9 +171,11 @@ def _walk(plan, layer: _Layer) -> None:
     block_n, block_m = plan.variant.block_n, plan.variant.block_m
     ranges, items = plan.ranges.numpy(), plan.items.numpy()
     parts: dict[int, tuple] = {}
-    for first, count in ranges.tolist():
+    for first, count, *_ in ranges.tolist():
         for index in range(first, first + count):
-            request, kv_head, row_block, begin, end, split, splits, first_workgroup = items[index].tolist()
+            request, kv_head, row_block, begin, end, split, splits, first_workgroup = items[
+                index, :8
+            ].tolist()
             tokens, heads, position = layer.rows(request, kv_head, row_block, block_m)
             output, part_lse = layer.attend(
                 request, kv_head, tokens, heads, position, begin * block_n, end * block_n

@@ -38,4 +38,4 @@ def interpreted(owner, kernel, target: str, **options) -> Iterator[Interpreted]:
 def splits_of(schedule: Schedule) -> torch.Tensor:
     """The splits of each item of a work list."""
     ranges, items = schedule.decode.ranges, schedule.decode.items
-    return torch.stack([items[f + n, 6] for f, count in ranges.tolist() for n in range(count)])
+    return torch.stack([items[f + n, 6] for f, count in ranges[:, :2].tolist() for n in range(count)])

@@ -206,11 +206,11 @@ RELEASE = "hopper.mbarrier.arrive(empty_v.index(slot), count=1)\n               
 @pytest.mark.parametrize(
     ("right", "wrong", "fault"),
     [
-        ("hopper.mbarrier.wait(empty_k.index(slot), free)", "pass", GluonFault),
-        ("hopper.mbarrier.wait(empty_v.index(slot), free)", "pass", GluonFault),
+        ("hopper.mbarrier.wait(empty_k.index(slot), ((step // KEY_STAGES) & 1) ^ 1)", "pass", GluonFault),
+        ("hopper.mbarrier.wait(empty_v.index(slot), ((step // STAGES) & 1) ^ 1)", "pass", GluonFault),
         (
-            "wait(full_k.index(slot_next), ((step + 1) //",
-            "wait(full_k.index(slot_next), ((step + 2) //",
+            "wait(full_k.index(key_slot), ((step + 1) //",
+            "wait(full_k.index(key_slot), ((step + 2) //",
             GluonFault,
         ),
         ("warpgroup_mma_wait(PARTS, deps", "warpgroup_mma_wait(PARTS + 1, deps", Race),

@@ -139,10 +139,10 @@ def test_matrix_instructions_fit_the_rows_of_a_warp(device, head_dim, group, kv_
 def test_the_explained_splits_are_those_of_the_work_list(batch, context):
     choice = dispatch.explain_decode(MI300X, 64, 8, batch, context, workgroups=608, block_n=64)
     ranges, items = build_on_host(
-        np.full(batch, context), np.ones(batch, int), kv_heads=8, group=8, block_m=16, block_n=64, window=-1,
+        np.full(batch, context), np.arange(batch + 1), kv_heads=8, group=8, block_m=16, block_n=64, window=-1,
         workgroups=608, min_tiles=dispatch.MIN_TILES, domains=8,
     )  # fmt: skip
-    parts = np.concatenate([items[first : first + count] for first, count in ranges])
+    parts = np.concatenate([items[first : first + count] for first, count in ranges[:, :2]])
     assert choice.busy == (ranges[:, 1] > 0).sum()
     assert choice.splits == parts[:, SPLITS].max()
     assert choice.split_tokens >= (parts[:, TILE_END] - parts[:, TILE_BEGIN]).max() * 64

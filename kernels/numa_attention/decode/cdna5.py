@@ -281,8 +281,8 @@ def merge_parts(
 
 @gluon.jit(do_not_specialize=["span_count"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def decode_kernel(
-    ranges,  # int32 [workgroups, 2]
-    items,  # int32 [capacity, 8]
+    ranges,  # int32 [workgroups, 16]
+    items,  # int32 [capacity, 16]
     arrivals,  # int32 [2, 2 * workgroups], zero between launches
     partial_acc,  # float32 [2 * workgroups, BLOCK_M, BLOCK_DV]
     partial_ml,  # float32 [2 * workgroups, 2, BLOCK_M]
@@ -362,8 +362,8 @@ def decode_kernel(
     workgroups = gl.num_programs(0)
     program = gl.program_id(0)
     workgroup = program % DOMAINS * (workgroups // DOMAINS) + program // DOMAINS
-    first = gl.load(ranges + workgroup * 2)
-    count = gl.load(ranges + workgroup * 2 + 1)
+    first = gl.load(ranges + workgroup * 16)
+    count = gl.load(ranges + workgroup * 16 + 1)
     k_factor = scale
     v_factor = 1.0 / P_FLOAT8 if FLOAT8 else 1.0
     if HAS_SCALES:
@@ -383,7 +383,7 @@ def decode_kernel(
     o_qm = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LEFT))
     o_qd = gl.arange(0, BLOCK_D, gl.SliceLayout(0, LEFT))
     for index in range(first, first + count):
-        p_item = items + index * 8
+        p_item = items + index * 16
         request = gl.load(p_item).to(gl.int64)
         kv_head = gl.load(p_item + 1).to(gl.int64)
         row_block = gl.load(p_item + 2)

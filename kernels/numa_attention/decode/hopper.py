@@ -4,7 +4,8 @@ It takes the work list and the workspace of `decode/portable.py` and merges spli
 all items of its workgroup into a ring of shared-memory buffers (`hopper_copies.py`), four warps use them
 (`hopper_products.py`), so that copies never stop between items. Pages of any multiple of 16 tokens are boxes of TMA.
 
-FORM says how far products and the softmax overlap; the ring has STAGES tiles:
+FORM says how far products and the softmax overlap; the ring has STAGES tiles, and one more of
+keys, which are used first, where there is room (KEY_STAGES):
 
 - "single": a ring of one; a tile is copied, then used;
 - "two-stage": copies run ahead; products and softmax of a tile follow one another;
@@ -61,8 +62,9 @@ def load_query(
             b_parts = b_parts + (b_q,)
             b_max = gl.maximum(b_max, gl.max(gl.abs(b_q), 1))
         b_factor = power_of_two_below(b_max) / 128.0  # the largest is 128 to 256 of the 448 that float8 has
+        b_inverse = 1.0 / b_factor  # exact, as it is a power of two
         for column in gl.static_range(COLUMNS):
-            b_left = b_parts[column] / b_factor[:, None]
+            b_left = b_parts[column] * b_inverse[:, None]
             for term in gl.static_range(TERMS):
                 b_term = b_left.to(shared_q.dtype)
                 shared_q.index(column * TERMS + term).store(b_term)
@@ -97,17 +99,26 @@ def begin_softmax(
 
 
 @gluon.jit
+def fold(b_p):
+    """Sums [M, 64] over every 64th key of probabilities [M, N], which a thread has by itself."""
+    if b_p.shape[1] > 64:
+        b_p = gl.sum(gl.reshape(b_p, (b_p.shape[0], b_p.shape[1] // 64, 64)), 1)
+    return b_p
+
+
+@gluon.jit
 def end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM: gl.constexpr):
     """Second half: probabilities [M, N] into shared memory; the new sums.
 
-    With LATE_SUM they are [M, N], added up along the keys when all tiles are done: warps need not meet for them. Wide
-    tiles have no registers for that: theirs are [M].
+    With LATE_SUM they are [M, 64], added up along the keys when all tiles are done: warps need not meet for them. In
+    tiles of 64 rows they are [M], as a row lies in four threads.
     """
     b_p = gl.exp2(b_s - safe_max(b_m)[:, None])
     shared_p.store(b_p.to(shared_p.dtype))
     hopper.fence_async_shared()
     if LATE_SUM:
-        return b_ls * b_alpha[:, None] + b_p
+        b_p = fold(b_p)
+        return b_ls * gl.convert_layout(b_alpha, gl.SliceLayout(1, b_p.type.layout))[:, None] + b_p
     else:
         return b_ls * b_alpha + gl.sum(b_p, 1)
 
@@ -134,11 +145,11 @@ def wait_values(b_accs, PARTS: gl.constexpr):
 @gluon.jit
 def consume(
     q, out, lse, ranges, items, workgroup, workgroups, arrivals, partial_acc, partial_ml,
-    query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap,
+    sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
     full_k, full_v, empty_k, empty_v, buffers_k, buffers_v, shared_q, shared_p,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, KEY_STAGES: gl.constexpr,
     STAGES: gl.constexpr, FORM: gl.constexpr, FLOAT8: gl.constexpr, E5M2: gl.constexpr, WINDOW: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_SINK: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SCALES: gl.constexpr, FAN_IN: gl.constexpr, IN_FLIGHT: gl.constexpr,
@@ -151,9 +162,11 @@ def consume(
     else:
         SCORES: gl.constexpr = gl.permute(gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC_S), (1, 0)).type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    LATE_SUM: gl.constexpr = BLOCK_M <= 16
-    first = gl.load(ranges + workgroup * 2)
-    count = gl.load(ranges + workgroup * 2 + 1)
+    LATE_SUM: gl.constexpr = BLOCK_M <= 32
+    p_range = ranges + workgroup * 16
+    first = gl.load(p_range)
+    count = gl.load(p_range + 1)
+    p_item = p_range + 2  # which holds what the first item does
     qk_scale = scale
     v_factor = 1.0
     if HAS_SCALES:
@@ -162,8 +175,6 @@ def consume(
     o_m = gl.arange(0, BLOCK_M, ROW)
     step = 0
     for index in range(first, first + count):
-        p_item = items + index * 8
-        request = gl.load(p_item).to(gl.int64)
         kv_head = gl.load(p_item + 1).to(gl.int64)
         row_block = gl.load(p_item + 2)
         tile_begin = gl.load(p_item + 3)
@@ -171,9 +182,9 @@ def consume(
         split = gl.load(p_item + 5)
         splits = gl.load(p_item + 6)
         first_workgroup = gl.load(p_item + 7)
-        query_start = gl.load(query_start_loc + request)
-        query_len = gl.load(query_start_loc + request + 1) - query_start
-        seq_len = gl.load(seq_lens + request)
+        query_start = gl.load(p_item + 8)
+        query_len = gl.load(p_item + 9)
+        seq_len = gl.load(p_item + 10)
         b_factor = load_query(
             q, shared_q, query_start, query_len, kv_head, row_block, q_token_stride, q_head_stride,
             GROUP, BLOCK_M, COLUMNS, WIDTH, TERMS, QUERY, ROW,
@@ -203,7 +214,7 @@ def consume(
 
         b_m = gl.full((BLOCK_M,), float("-inf"), gl.float32, ROW)
         if LATE_SUM:
-            b_ls = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, SCORES)
+            b_ls = fold(gl.zeros((BLOCK_M, BLOCK_N), gl.float32, SCORES))
         else:
             b_ls = gl.zeros((BLOCK_M,), gl.float32, ROW)
         b_accs = ()
@@ -211,25 +222,25 @@ def consume(
             b_accs = b_accs + (gl.zeros((64, BLOCK_M), gl.float32, ACC_O),)
 
         if FORM == "four-stage":
-            slot = step % STAGES
-            hopper.mbarrier.wait(full_k.index(slot), (step // STAGES) & 1)
+            key_slot = step % KEY_STAGES
+            hopper.mbarrier.wait(full_k.index(key_slot), (step // KEY_STAGES) & 1)
             b_s = multiply_keys(
-                buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, TERMS, ROWS_FIRST, ACC_S
+                buffers_k, key_slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, TERMS, ROWS_FIRST, ACC_S
             )
             b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
             thread_barrier()
-            hopper.mbarrier.arrive(empty_k.index(slot), count=1)
+            hopper.mbarrier.arrive(empty_k.index(key_slot), count=1)
             b_s, b_m, b_alpha = begin_softmax(
                 b_s, b_m, tile_begin, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
                 qk_scale, soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
             )  # fmt: skip
             for tile in range(tile_begin, tile_end - 1):
                 slot = step % STAGES
-                slot_next = (step + 1) % STAGES
-                hopper.mbarrier.wait(full_k.index(slot_next), ((step + 1) // STAGES) & 1)
+                key_slot = (step + 1) % KEY_STAGES
+                hopper.mbarrier.wait(full_k.index(key_slot), ((step + 1) // KEY_STAGES) & 1)
                 b_next = multiply_keys(
                     buffers_k,
-                    slot_next * COLUMNS,
+                    key_slot * COLUMNS,
                     shared_q,
                     BLOCK_M,
                     BLOCK_N,
@@ -253,7 +264,7 @@ def consume(
                 b_accs = wait_values(b_accs, PARTS)
                 # every warp has read these buffers, which one thread gives back
                 thread_barrier()
-                hopper.mbarrier.arrive(empty_k.index(slot_next), count=1)
+                hopper.mbarrier.arrive(empty_k.index(key_slot), count=1)
                 hopper.mbarrier.arrive(empty_v.index(slot), count=1)
                 step += 1
             slot = step % STAGES
@@ -272,66 +283,77 @@ def consume(
             step += 1
         else:
             for tile in range(tile_begin, tile_end):
-                slot = step % STAGES
-                phase = (step // STAGES) & 1
-                hopper.mbarrier.wait(full_k.index(slot), phase)
+                key_slot = step % KEY_STAGES
+                hopper.mbarrier.wait(full_k.index(key_slot), (step // KEY_STAGES) & 1)
                 b_s = multiply_keys(
-                    buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, TERMS, ROWS_FIRST, ACC_S
+                    buffers_k,
+                    key_slot * COLUMNS,
+                    shared_q,
+                    BLOCK_M,
+                    BLOCK_N,
+                    COLUMNS,
+                    TERMS,
+                    ROWS_FIRST,
+                    ACC_S,
                 )
                 b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
+                # every warp has read the keys, which one thread gives back
+                thread_barrier()
+                hopper.mbarrier.arrive(empty_k.index(key_slot), count=1)
                 b_s, b_m, b_alpha = begin_softmax(
                     b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
                     qk_scale, soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
                 )  # fmt: skip
                 b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM)
                 b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
-                hopper.mbarrier.wait(full_v.index(slot), phase)
+                slot = step % STAGES
+                hopper.mbarrier.wait(full_v.index(slot), (step // STAGES) & 1)
                 b_accs = multiply_values(
                     buffers_v, slot * COLUMNS, shared_p, b_accs, tile, key_low, seq_len,
                     (tile * BLOCK_N < key_low) | ((tile + 1) * BLOCK_N > seq_len),
                     BLOCK_N, COLUMNS, WIDTH, FLOAT8, E5M2, ACC_O, COPY, WORDS,
                 )  # fmt: skip
                 b_accs = wait_values(b_accs, PARTS)
-                # every warp has read these buffers, which one thread gives back
                 thread_barrier()
-                hopper.mbarrier.arrive(empty_k.index(slot), count=1)
                 hopper.mbarrier.arrive(empty_v.index(slot), count=1)
                 step += 1
-        b_l = gl.sum(b_ls, 1) if LATE_SUM else b_ls
+        b_l = gl.convert_layout(gl.sum(b_ls, 1), ROW) if LATE_SUM else b_ls
 
+        # parts are merged among up to FAN_IN neighbours, then those results: one piece of code, which a workgroup
+        # that merges twice has in its instruction cache
         whole = splits == 1
-        if splits > 1:
-            # first among up to FAN_IN neighbours, then among those merged results
-            group_first = split // FAN_IN * FAN_IN
-            group_size = gl.minimum(splits - group_first, FAN_IN)
-            group_slot = part_slot(group_first, first_workgroup)
-            groups = (splits + FAN_IN - 1) // FAN_IN
-            own_slot = part_slot(split, first_workgroup)
+        going = splits > 1
+        group_first = split // FAN_IN * FAN_IN
+        group_slot = part_slot(group_first, first_workgroup)
+        groups = (splits + FAN_IN - 1) // FAN_IN
+        own_slot = part_slot(split, first_workgroup)
+        p_arrivals = arrivals + group_slot
+        merged = group_first
+        parts = gl.minimum(splits - group_first, FAN_IN)
+        stride = 1
+        while going:
             store_part(b_m, b_l, b_accs, partial_acc, partial_ml, own_slot, BLOCK_M, PARTS, ACC_O, ROW)
-            if arrive_last(arrivals + group_slot, group_size):
+            going = arrive_last(p_arrivals, parts)
+            if going:
                 b_m, b_l, b_accs = merge_parts(
-                    partial_acc, partial_ml, group_first, group_size, 1, first_workgroup,
+                    partial_acc, partial_ml, merged, parts, stride, first_workgroup,
                     BLOCK_M, PARTS, ACC_O, ROW, IN_FLIGHT,
                 )  # fmt: skip
-                whole = groups == 1
-                if groups > 1:
-                    thread_barrier()  # all of this workgroup has read the part that is now overwritten
-                    store_part(
-                        b_m, b_l, b_accs, partial_acc, partial_ml, group_slot, BLOCK_M, PARTS, ACC_O, ROW
-                    )
-                    root = arrivals + 2 * workgroups + (2 * first_workgroup + 1)  # slot of split 0
-                    whole = arrive_last(root, groups)
-                    if whole:
-                        b_m, b_l, b_accs = merge_parts(
-                            partial_acc, partial_ml, 0, groups, FAN_IN, first_workgroup,
-                            BLOCK_M, PARTS, ACC_O, ROW, IN_FLIGHT,
-                        )  # fmt: skip
+                going = (stride == 1) & (groups > 1)
+                whole = going == 0
+                own_slot = group_slot
+                p_arrivals = arrivals + 2 * workgroups + (2 * first_workgroup + 1)  # slot of split 0
+                merged = 0
+                parts = groups
+                stride = FAN_IN
+                thread_barrier()  # all of this workgroup has read the part that is overwritten next
         if whole:
             write_output(
                 b_m, b_l, b_accs, out, lse, sinks, query_start, query_len, kv_head, row_block, v_factor,
                 out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
                 GROUP, BLOCK_M, WIDTH, PARTS, FLOAT8, HAS_SINK, HAS_LSE, ROW,
             )  # fmt: skip
+        p_item = items + (index + 1) * 16
 
 
 @gluon.jit
@@ -381,14 +403,12 @@ def decode_kernel(
     q,  # [tokens, q_heads, head_dim]
     out,  # [tokens, q_heads, head_dim]
     lse,  # float32 [tokens, q_heads]
-    ranges,  # int32 [workgroups, 2]
-    items,  # int32 [capacity, 8]
+    ranges,  # int32 [workgroups, 16]
+    items,  # int32 [capacity, 16]
     arrivals,  # int32 [2, 2 * workgroups], zero between launches
     partial_acc,  # float32 [2 * workgroups, BLOCK_M, head_dim]
     partial_ml,  # float32 [2 * workgroups, 2, BLOCK_M]
     block_table,
-    query_start_loc,
-    seq_lens,
     sinks,
     alibi_slopes,
     k_scale,
@@ -416,6 +436,7 @@ def decode_kernel(
     COLUMNS: gl.constexpr,
     WIDTH: gl.constexpr,
     PARTS: gl.constexpr,
+    KEY_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
     FORM: gl.constexpr,
     FLOAT8: gl.constexpr,
@@ -446,7 +467,9 @@ def decode_kernel(
     workgroups = gl.num_programs(0)
     program = gl.program_id(0)
     workgroup = program % DOMAINS * (workgroups // DOMAINS) + program // DOMAINS
-    buffers_k = gl.allocate_shared_memory(k_tiles.dtype, [STAGES * COLUMNS, BLOCK_N, WIDTH], k_tiles.layout)
+    buffers_k = gl.allocate_shared_memory(
+        k_tiles.dtype, [KEY_STAGES * COLUMNS, BLOCK_N, WIDTH], k_tiles.layout
+    )
     buffers_v = gl.allocate_shared_memory(v_tiles.dtype, [STAGES * COLUMNS, BLOCK_N, WIDTH], v_tiles.layout)
     if FLOAT8:
         Q_TYPE: gl.constexpr = gl.float8e4nv
@@ -456,14 +479,15 @@ def decode_kernel(
         P_TYPE: gl.constexpr = q.dtype.element_ty
     shared_q = gl.allocate_shared_memory(Q_TYPE, [COLUMNS * TERMS, BLOCK_M, WIDTH], SHARED_Q)
     shared_p = gl.allocate_shared_memory(P_TYPE, [BLOCK_M, BLOCK_N], SHARED_P)
-    full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    full_k = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
     full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty_k = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER)
     empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for slot in gl.static_range(STAGES):
+    for slot in gl.static_range(KEY_STAGES):
         hopper.mbarrier.init(full_k.index(slot), count=1)
-        hopper.mbarrier.init(full_v.index(slot), count=1)
         hopper.mbarrier.init(empty_k.index(slot), count=1)
+    for slot in gl.static_range(STAGES):
+        hopper.mbarrier.init(full_v.index(slot), count=1)
         hopper.mbarrier.init(empty_v.index(slot), count=1)
     gl.warp_specialize(
         [
@@ -471,21 +495,21 @@ def decode_kernel(
                 consume,
                 (
                     q, out, lse, ranges, items, workgroup, workgroups, arrivals, partial_acc, partial_ml,
-                    query_start_loc, seq_lens, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap,
+                    sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap,
                     q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride,
                     lse_head_stride, full_k, full_v, empty_k, empty_v, buffers_k, buffers_v, shared_q, shared_p,
-                    GROUP, BLOCK_M, BLOCK_N, COLUMNS, WIDTH, PARTS, STAGES, FORM, FLOAT8, E5M2, WINDOW, CAUSAL, HAS_CAP,
-                    HAS_ALIBI, HAS_SINK, HAS_LSE, HAS_SCALES, FAN_IN, IN_FLIGHT, TERMS, ROWS_FIRST, ACC_S, ACC_O,
-                    QUERY, COPY, WORDS,
+                    GROUP, BLOCK_M, BLOCK_N, COLUMNS, WIDTH, PARTS, KEY_STAGES, STAGES, FORM, FLOAT8, E5M2, WINDOW,
+                    CAUSAL, HAS_CAP, HAS_ALIBI, HAS_SINK, HAS_LSE, HAS_SCALES, FAN_IN, IN_FLIGHT, TERMS, ROWS_FIRST,
+                    ACC_S, ACC_O, QUERY, COPY, WORDS,
                 ),
             ),
             (
                 produce,
                 (
-                    k_tiles, v_tiles, ranges, items, workgroup, block_table, seq_lens,
+                    k_tiles, v_tiles, ranges, items, workgroup, block_table,
                     full_k, full_v, empty_k, empty_v, buffers_k, buffers_v, k_page_rows, k_head_rows, k_head_columns,
                     v_page_rows, v_head_rows, v_head_columns, block_table_stride,
-                    BLOCK_N, PAGE_SIZE, CHUNK, COLUMNS, WIDTH, STAGES,
+                    BLOCK_N, PAGE_SIZE, CHUNK, COLUMNS, WIDTH, KEY_STAGES, STAGES,
                 ),
             ),
         ],

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention.decode import portable
 from numa_attention.decode.hopper import decode_kernel
-from numa_attention.decode.hopper_variant import PART, registers_of
+from numa_attention.decode.hopper_variant import PART, key_stages_of, registers_of
 from numa_attention.direct_launch import Launched
 from numa_attention.jit import Launcher, gluon_entry, pointer_traits
 from numa_attention.shapes import LayerShape, chunk_of
@@ -53,6 +53,7 @@ def constants_of(
         COLUMNS=shape.head_dim // width,
         WIDTH=width,
         PARTS=shape.head_dim // PART,
+        KEY_STAGES=key_stages_of(shape, rows, variant.num_stages, block_n),
         STAGES=variant.num_stages,
         FORM=variant.form,
         FLOAT8=float8,
@@ -72,7 +73,7 @@ def constants_of(
         PRODUCER_REGISTERS=PRODUCER_REGISTERS[chunk_of(shape.page_size, block_n) == block_n],
         ACC_S=scores,
         ACC_O=accumulator,
-        QUERY=gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]),
+        QUERY=gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0]),
         COPY=gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]),
         WORDS=half_operand(block_n) if float8 and width == PART else gl.DotOperandLayout(0, accumulator, 2),
         SHARED_Q=gl.NVMMASharedLayout(*((width, 8) if float8 else (2 * width, 16)), 2),
@@ -148,7 +149,7 @@ def decode(
     arguments = (
         map_of_rows(k_pages, k_rows, box), map_of_rows(v_pages, v_rows, box), q, out, p_lse,
         plan.ranges, plan.items, plan.arrivals, plan.partial_acc, plan.partial_ml,
-        batch.block_table, batch.query_start_loc, batch.seq_lens,
+        batch.block_table,
         q if sinks is None else sinks, q if alibi_slopes is None else alibi_slopes,
         q if k_scale is None else k_scale, q if v_scale is None else v_scale,
         float(scale), float(soft_cap), *integers,

@@ -1,6 +1,8 @@
 """Decode on sm_90: how the parts of a split unit are kept and merged.
 
-As in decode/portable.py, but the accumulator lies transposed, in parts of 64 dimensions [64, M].
+As in decode/portable.py, but the accumulator lies transposed, in parts of 64 dimensions [64, M], and is kept in the
+order in which threads hold it: four registers of a thread, then those of the next thread, so that a warp's access is
+one stretch of memory.
 """
 
 from __future__ import annotations
@@ -21,11 +23,28 @@ def part_slot(split, first_workgroup):
 
 
 @gluon.jit
-def accumulator_offsets(slot, part, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
-    """Offsets [64, M] in the workspace of one part of a slot's accumulator."""
-    o_row = gl.arange(0, 64, gl.SliceLayout(1, ACC))
-    o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC))
-    return (slot * PARTS + part) * (64 * BLOCK_M) + o_row[:, None] * BLOCK_M + o_m[None, :]
+def by_threads(b_acc, BLOCK_M: gl.constexpr):
+    """A part of the accumulator [64, M] as [threads, M / 8, 4 registers]: nothing moves."""
+    # rows: four warps, two registers, eight threads; columns: registers, four threads, two registers
+    b_split = gl.reshape(b_acc, (4, 2, 8, BLOCK_M // 8, 4, 2))
+    return gl.reshape(gl.permute(b_split, (0, 2, 4, 3, 1, 5)), (128, BLOCK_M // 8, 4))
+
+
+@gluon.jit
+def by_rows(b_acc, BLOCK_M: gl.constexpr, ACC: gl.constexpr):
+    """The inverse of `by_threads`."""
+    b_split = gl.reshape(b_acc, (4, 8, 4, BLOCK_M // 8, 2, 2))
+    return gl.convert_layout(gl.reshape(gl.permute(b_split, (0, 4, 1, 3, 2, 5)), (64, BLOCK_M)), ACC)
+
+
+@gluon.jit
+def accumulator_offsets(slot, part, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, THREADS: gl.constexpr):
+    """Offsets [threads, M / 8, 4] in the workspace of one part of a slot's accumulator."""
+    o_thread = gl.arange(0, 128, gl.SliceLayout(1, gl.SliceLayout(2, THREADS)))
+    o_eight = gl.arange(0, BLOCK_M // 8, gl.SliceLayout(0, gl.SliceLayout(2, THREADS)))
+    o_register = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, THREADS)))
+    o_part = o_thread[:, None, None] * 4 + o_eight[None, :, None] * 512 + o_register[None, None, :]
+    return (slot * PARTS + part) * (64 * BLOCK_M) + o_part
 
 
 @gluon.jit
@@ -37,8 +56,10 @@ def store_part(
     p_ml = partial_ml + slot * (2 * BLOCK_M) + gl.arange(0, BLOCK_M, ROW)
     gl.store(p_ml, b_m)
     gl.store(p_ml + BLOCK_M, b_l)
+    THREADS: gl.constexpr = by_threads(b_accs[0], BLOCK_M).type.layout
     for part in gl.static_range(PARTS):
-        gl.store(partial_acc + accumulator_offsets(slot, part, BLOCK_M, PARTS, ACC), b_accs[part])
+        p_acc = partial_acc + accumulator_offsets(slot, part, BLOCK_M, PARTS, THREADS)
+        gl.store(p_acc, by_threads(b_accs[part], BLOCK_M))
 
 
 @gluon.jit
@@ -59,6 +80,7 @@ def merge_parts(
 ):  # fmt: skip
     """Merge splits first, first + step, ... (`parts` of them), always in this order: (m, l, accumulator)."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
+    THREADS: gl.constexpr = by_threads(gl.zeros((64, BLOCK_M), gl.float32, ACC), BLOCK_M).type.layout
     o_m = gl.arange(0, BLOCK_M, COLUMN)
     b_max = gl.full((BLOCK_M,), float("-inf"), gl.float32, COLUMN)
     b_l = gl.zeros((BLOCK_M,), gl.float32, COLUMN)
@@ -78,8 +100,9 @@ def merge_parts(
             b_ms = b_ms + (gl.load(p_ml, cache_modifier=".cg"),)
             b_ls = b_ls + (gl.load(p_ml + BLOCK_M, cache_modifier=".cg"),)
             for part in gl.static_range(PARTS):
-                p_acc = partial_acc + accumulator_offsets(slot, part, BLOCK_M, PARTS, ACC)
-                b_loaded = b_loaded + (gl.load(p_acc, cache_modifier=".cg"),)
+                p_acc = partial_acc + accumulator_offsets(slot, part, BLOCK_M, PARTS, THREADS)
+                b_part = gl.load(p_acc, cache_modifier=".cg")
+                b_loaded = b_loaded + (by_rows(b_part, BLOCK_M, ACC),)
         b_new = b_max
         for ahead in gl.static_range(IN_FLIGHT):
             b_new = gl.maximum(b_new, b_ms[ahead])

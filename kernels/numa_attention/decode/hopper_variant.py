@@ -71,10 +71,25 @@ def rows_of(packed: int) -> int:
 
 def stages_of(shape: LayerShape, rows: int, workgroups_per_unit: int, block_n: int = BLOCK_N) -> int:
     """Tiles of keys and of values that a workgroup's share of the shared memory holds beside queries and weights."""
-    share = SHARED_BYTES // workgroups_per_unit - RESERVED_BYTES - BARRIER_BYTES
-    query_and_weights = 2 * rows * (shape.head_dim + block_n)
     tile = block_n * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
-    return min((share - query_and_weights) // tile, MAX_STAGES)
+    return min(_ring_bytes(shape, rows, workgroups_per_unit, block_n) // tile, MAX_STAGES)
+
+
+def key_stages_of(shape: LayerShape, rows: int, stages: int, block_n: int) -> int:
+    """Tiles of keys beside `stages` of values: one more, if those are not one and the shared memory has room."""
+    ring = _ring_bytes(shape, rows, _workgroups_per_unit(shape, rows, stages, block_n), block_n)
+    keys, values = (block_n * dim * shape.kv_dtype.itemsize for dim in (shape.head_dim, shape.head_dim_v))
+    return stages + (1 < stages < MAX_STAGES and (stages + 1) * keys + stages * values <= ring)
+
+
+def _ring_bytes(shape: LayerShape, rows: int, workgroups_per_unit: int, block_n: int) -> int:
+    """What queries and weights leave of a workgroup's shared memory."""
+    share = SHARED_BYTES // workgroups_per_unit - RESERVED_BYTES - BARRIER_BYTES
+    return share - 2 * rows * (shape.head_dim + block_n)
+
+
+def _workgroups_per_unit(shape: LayerShape, rows: int, stages: int, block_n: int) -> int:
+    return 2 if stages_of(shape, rows, 2, block_n) >= stages else 1
 
 
 def tile_of(shape: LayerShape, rows: int) -> HopperTile:
@@ -95,4 +110,4 @@ def tile_of(shape: LayerShape, rows: int) -> HopperTile:
 
 def registers_of(shape: LayerShape, rows: int, stages: int, block_n: int) -> int:
     """Registers that a thread may have: those of two workgroups an SM, where the shared memory holds two."""
-    return REGISTERS[2 if stages_of(shape, rows, 2, block_n) >= stages else 1]
+    return REGISTERS[_workgroups_per_unit(shape, rows, stages, block_n)]

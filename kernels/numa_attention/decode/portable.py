@@ -176,8 +176,8 @@ def merge_parts(
 
 @kernel(do_not_specialize=["span_count"], do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def decode_kernel(
-    ranges,  # int32 [workgroups, 2]
-    items,  # int32 [capacity, 8]
+    ranges,  # int32 [workgroups, 16]
+    items,  # int32 [capacity, 16]
     arrivals,  # int32 [2, 2 * workgroups], zero between launches
     partial_acc,  # float32 [2 * workgroups, BLOCK_M, BLOCK_DV]
     partial_ml,  # float32 [2 * workgroups, 2, BLOCK_M]
@@ -252,8 +252,8 @@ def decode_kernel(
     workgroup = program % DOMAINS * (workgroups // DOMAINS) + program // DOMAINS
     if QUEUES > 0:
         workgroup = take(queues, QUEUES, False)
-    first = tl.load(ranges + workgroup * 2)
-    count = tl.load(ranges + workgroup * 2 + 1)
+    first = tl.load(ranges + workgroup * 16)
+    count = tl.load(ranges + workgroup * 16 + 1)
     if HAS_SCALES:
         qk_scale = scale * tl.load(k_scale)
         v_factor = tl.load(v_scale)
@@ -267,7 +267,7 @@ def decode_kernel(
     o_dv = tl.arange(0, BLOCK_DV)
     # what every item computes anew takes registers only while it is needed
     for index in tl.range(first, first + count, disable_licm=True):
-        p_item = items + index * 8
+        p_item = items + index * 16
         request = tl.load(p_item).to(tl.int64)
         kv_head = tl.load(p_item + 1).to(tl.int64)
         row_block = tl.load(p_item + 2)

@@ -13,11 +13,15 @@ and no range holds more than one part: to go from one unit to the next costs mor
 The list has two arrays, built by `build_on_device` (one launch, no host synchronisation) or `build_on_host` (the same
 definition in numpy):
 
-- ranges int32 [workgroups, 2]: first item and number of items; domain d runs rows d * (workgroups / domains) and on,
-  and each domain has as many of the ranges as the others, give or take one, so that a short step keeps all of them
-  busy. Neighbouring ranges, and with them the parts of a unit, share a domain where there are units enough;
-- items int32 [capacity, 8]: request, KV head, row block, first tile, end tile, split, splits of the unit, first
-  workgroup of the unit. Item u + w is workgroup w's part of unit u, so positions need no counting; others are unused.
+- ranges int32 [workgroups, 16]: first item, number of items, and the fields of the first item again, which a workgroup
+  then need not wait for; domain d runs rows d * (workgroups / domains) and on, and each domain has as many of the
+  ranges as the others, give or take one, so that a short step keeps all of them busy. Neighbouring ranges, and with
+  them the parts of a unit, share a domain where there are units enough;
+- items int32 [capacity, 16]: request, KV head, row block, first tile, end tile, split, splits of the unit, first
+  workgroup of the unit, and of the request its first query token, query tokens, and keys. Item u + w is workgroup w's
+  part of unit u, so positions need no counting; others are unused.
+
+A row of either is half a cache line, most of it used.
 
 Tile t of a request covers KV tokens [t * block_n, (t + 1) * block_n) of the cache, which may be one rank's shard of the
 sequence. Tiles left of every query's window are left out.
@@ -30,8 +34,12 @@ import numpy as np
 from numa_attention.mapping import piece_start
 from numa_attention.sharding import WHOLE, Shard
 
-ITEM_FIELDS = 8
-REQUEST, KV_HEAD, ROW_BLOCK, TILE_BEGIN, TILE_END, SPLIT, SPLITS, FIRST_WORKGROUP = range(ITEM_FIELDS)
+ROW_FIELDS = 16  # of a row of either array
+FIRST_ITEM, ITEM_COUNT, FIRST_FIELDS = range(3)  # where they are in a row of ranges
+ITEM_FIELDS = 11  # used of a row of items
+(
+    REQUEST, KV_HEAD, ROW_BLOCK, TILE_BEGIN, TILE_END, SPLIT, SPLITS, FIRST_WORKGROUP, QUERY_START, QUERY_LEN, SEQ_LEN,
+) = range(ITEM_FIELDS)  # fmt: skip
 
 
 def capacity(max_requests: int, kv_heads: int, row_blocks: int, workgroups: int) -> int:
@@ -52,7 +60,7 @@ def row_of(workgroup: int, used: int, workgroups: int, domains: int) -> int:
 
 def build_on_host(
     seq_lens: np.ndarray,
-    query_lens: np.ndarray,
+    query_start_loc: np.ndarray,
     *,
     kv_heads: int,
     group: int,
@@ -65,17 +73,19 @@ def build_on_host(
     first_request: int = 0,
     shard: Shard = WHOLE,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ranges, items) for requests of seq_lens, query_lens int [R]; see the module's text.
+    """(ranges, items) for requests of seq_lens int [R] and query_start_loc int [R + 1]; see the module's text.
 
     min_tiles: the fewest tiles a workgroup is given while another could take them. domains: they divide workgroups.
     first_request: what the items call the first of these requests. shard: the part of each sequence in the cache.
     """
+    query_lens = np.diff(query_start_loc)
     blocks = -(-np.maximum(query_lens, 0).astype(np.int64) * group // block_m)
-    items = np.full((int(blocks.sum()) * kv_heads + workgroups, ITEM_FIELDS), -1, np.int32)
-    ranges = np.zeros((workgroups, 2), np.int32)
+    items = np.full((int(blocks.sum()) * kv_heads + workgroups, ROW_FIELDS), -1, np.int32)
+    ranges = np.zeros((workgroups, ROW_FIELDS), np.int32)
     requests = np.flatnonzero(query_lens > 0)  # padding requests have no queries
     if len(requests) == 0:
         return ranges, items
+    request_fields = np.stack((query_start_loc[:-1], query_lens, seq_lens), axis=1)
     seq_lens, query_lens = seq_lens[requests].astype(np.int64), query_lens[requests].astype(np.int64)
     begin = (
         shard.count(np.maximum(seq_lens - query_lens - window, 0)) // block_n
@@ -102,14 +112,14 @@ def build_on_host(
         low, high = bounds[workgroup], bounds[workgroup + 1]
         first = int(np.searchsorted(unit_begin, low, side="right")) - 1
         last = int(np.searchsorted(unit_begin, high, side="left")) - 1
-        ranges[row_of(workgroup, used, workgroups, domains)] = (first + workgroup, last - first + 1)
         unit = np.arange(first, last + 1)
         active = np.searchsorted(first_unit, unit % head_units, side="right") - 1
         from_step = np.maximum(low, unit_begin[unit]) - unit_begin[unit]
         to_step = np.minimum(high, unit_begin[unit + 1]) - unit_begin[unit]
-        items[unit + workgroup] = np.stack(
+        request = requests[active]
+        items[unit + workgroup, :ITEM_FIELDS] = np.stack(
             (
-                first_request + requests[active],
+                first_request + request,
                 unit // head_units,
                 unit % head_units - first_unit[active],
                 begin[active] + tiles[active] * from_step // steps[active],
@@ -117,7 +127,11 @@ def build_on_host(
                 workgroup - first_of[unit],
                 last_of[unit] - first_of[unit] + 1,
                 first_of[unit],
+                *request_fields[request].T,
             ),
             axis=1,
         )
+        row = ranges[row_of(workgroup, used, workgroups, domains)]
+        row[[FIRST_ITEM, ITEM_COUNT]] = first + workgroup, last - first + 1
+        row[FIRST_FIELDS : FIRST_FIELDS + ITEM_FIELDS] = items[first + workgroup, :ITEM_FIELDS]
     return ranges, items

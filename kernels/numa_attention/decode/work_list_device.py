@@ -16,8 +16,8 @@ from numa_attention.variants import next_power_of_2
 def work_list_kernel(
     seq_lens,  # int32 [R]
     query_start_loc,  # int32 [R + 1]
-    ranges,  # int32 [workgroups, 2]
-    items,  # int32 [capacity, 8]
+    ranges,  # int32 [workgroups, 16]
+    items,  # int32 [capacity, 16]
     first_request,
     num_requests,
     workgroups,
@@ -38,7 +38,8 @@ def work_list_kernel(
     m_r = o_r < num_requests
     b_seq = tl.load(seq_lens + first_request + o_r, mask=m_r, other=0)
     p_start = query_start_loc + first_request + o_r
-    b_query = tl.load(p_start + 1, mask=m_r, other=0) - tl.load(p_start, mask=m_r, other=0)
+    b_start = tl.load(p_start, mask=m_r, other=0)
+    b_query = tl.load(p_start + 1, mask=m_r, other=0) - b_start
     if WINDOW >= 0:
         b_begin = tl.maximum(b_seq - b_query - WINDOW, 0)
         b_begin = local_count(b_begin, RANKS, RANK, INTERLEAVE) // BLOCK_N
@@ -91,20 +92,24 @@ def work_list_kernel(
         first_workgroup = ((start + 1) * used - 1) // total
         last_workgroup = (end * used - 1) // total
         item = kv_head * head_units + first_unit + block + workgroup
-        p_item = items + item * 8
-        tl.store(p_item, first_request + request)
-        tl.store(p_item + 1, kv_head.to(tl.int32))
-        tl.store(p_item + 2, block.to(tl.int32))
-        tl.store(p_item + 3, (begin + tiles * (step - start) // steps).to(tl.int32))
-        tl.store(p_item + 4, (begin + tiles * (tl.minimum(end, high) - start) // steps).to(tl.int32))
-        tl.store(p_item + 5, (workgroup - first_workgroup).to(tl.int32))
-        tl.store(p_item + 6, (last_workgroup - first_workgroup + 1).to(tl.int32))
-        tl.store(p_item + 7, first_workgroup.to(tl.int32))
+        query_start = tl.sum(tl.where(m_own, b_start, 0), 0)
+        query_len = tl.sum(tl.where(m_own, b_query, 0), 0)
+        seq_len = tl.sum(tl.where(m_own, b_seq, 0), 0)
+        from_tile = begin + tiles * (step - start) // steps
+        to_tile = begin + tiles * (tl.minimum(end, high) - start) // steps
+        fields = (
+            first_request + request, kv_head, block, from_tile, to_tile, workgroup - first_workgroup,
+            last_workgroup - first_workgroup + 1, first_workgroup, query_start, query_len, seq_len,
+        )  # fmt: skip
+        for field in tl.static_range(len(fields)):
+            value = fields[field].to(tl.int32)
+            tl.store(items + item * 16 + field, value)
+            tl.store(ranges + row * 16 + 2 + field, value, mask=count == 0)
         first = tl.where(count == 0, item, first)
         count += 1
         step = end
-    tl.store(ranges + row * 2, first.to(tl.int32))
-    tl.store(ranges + row * 2 + 1, count.to(tl.int32))
+    tl.store(ranges + row * 16, first.to(tl.int32))
+    tl.store(ranges + row * 16 + 1, count.to(tl.int32))
 
 
 _launch = Launcher(work_list_kernel)
