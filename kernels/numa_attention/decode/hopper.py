@@ -110,8 +110,8 @@ def fold(b_p):
 def end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM: gl.constexpr):
     """Second half: probabilities [M, N] into shared memory; the new sums.
 
-    With LATE_SUM they are [M, 64], added up along the keys when all tiles are done: warps need not meet for them. In
-    tiles of 64 rows they are [M], as a row lies in four threads.
+    With LATE_SUM they are [M, 64], added up along the keys when all tiles are done: warps need not meet for them.
+    Otherwise they are [M]: in tiles of 64 rows, of which each lies in four threads, and where registers are few.
     """
     b_p = gl.exp2(b_s - safe_max(b_m)[:, None])
     shared_p.store(b_p.to(shared_p.dtype))
@@ -162,7 +162,7 @@ def consume(
     else:
         SCORES: gl.constexpr = gl.permute(gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC_S), (1, 0)).type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    LATE_SUM: gl.constexpr = BLOCK_M <= 32
+    LATE_SUM: gl.constexpr = not ROWS_FIRST and BLOCK_M * PARTS <= 64
     p_range = ranges + workgroup * 16
     first = gl.load(p_range)
     count = gl.load(p_range + 1)
@@ -336,8 +336,8 @@ def consume(
             going = arrive_last(p_arrivals, parts)
             if going:
                 b_m, b_l, b_accs = merge_parts(
-                    partial_acc, partial_ml, merged, parts, stride, first_workgroup,
-                    BLOCK_M, PARTS, ACC_O, ROW, IN_FLIGHT,
+                    partial_acc, partial_ml, merged, parts, stride, first_workgroup, shared_p,
+                    BLOCK_M, PARTS, ACC_O, ROW, FAN_IN, IN_FLIGHT,
                 )  # fmt: skip
                 going = (stride == 1) & (groups > 1)
                 whole = going == 0

@@ -67,7 +67,7 @@ def constants_of(
         HAS_SCALES=has_scales,
         DOMAINS=variant.domains if variant.mapping.startswith("swizzled") else 1,
         FAN_IN=FAN_IN,
-        IN_FLIGHT=max(1, min(FAN_IN // 2, MERGE_REGISTERS * THREADS // (shape.head_dim * rows))),
+        IN_FLIGHT=min(FAN_IN // 2 * shape.head_dim // PART, MERGE_REGISTERS * THREADS // (PART * rows)),
         TERMS=TERMS[shape.dtype] if float8 else 1,
         ROWS_FIRST=rows_first,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS[chunk_of(shape.page_size, block_n) == block_n],

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from numa_attention import scores
-from numa_attention.gluon_compat import thread_barrier
+from numa_attention.gluon_compat import reinterpret, thread_barrier
 
 safe_max = gluon.jit(scores.safe_max.fn)
 
@@ -74,52 +74,61 @@ def arrive_last(p_arrivals, parts):
 
 
 @gluon.jit
-def merge_parts(
-    partial_acc, partial_ml, first, parts, step, first_workgroup,
-    BLOCK_M: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr, ROW: gl.constexpr, IN_FLIGHT: gl.constexpr,
-):  # fmt: skip
-    """Merge splits first, first + step, ... (`parts` of them), always in this order: (m, l, accumulator)."""
-    COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
+def load_accumulator(partial_acc, slot, part, BLOCK_M: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
+    """One part [64, M] of a slot's accumulator."""
     THREADS: gl.constexpr = by_threads(gl.zeros((64, BLOCK_M), gl.float32, ACC), BLOCK_M).type.layout
-    o_m = gl.arange(0, BLOCK_M, COLUMN)
-    b_max = gl.full((BLOCK_M,), float("-inf"), gl.float32, COLUMN)
-    b_l = gl.zeros((BLOCK_M,), gl.float32, COLUMN)
+    p_acc = partial_acc + accumulator_offsets(slot, part, BLOCK_M, PARTS, THREADS)
+    # past L1: another compute unit wrote it
+    return by_rows(gl.load(p_acc, cache_modifier=".cg"), BLOCK_M, ACC)
+
+
+@gluon.jit
+def merge_parts(
+    partial_acc, partial_ml, first, parts, step, first_workgroup, shared_p,
+    BLOCK_M: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr, ROW: gl.constexpr, FAN_IN: gl.constexpr,
+    IN_FLIGHT: gl.constexpr,
+):  # fmt: skip
+    """Merge splits first, first + step, ... (`parts` of them, at most FAN_IN), always in this order.
+
+    The result is (m [M], l [M], accumulator). shared_p: shared memory for their weights, 4 * FAN_IN * M bytes or more.
+    """
+    # IN_FLIGHT parts of accumulators are loaded ahead of their use, each into the registers that a part before it leaves:
+    # a merge waits for latency more than for bandwidth
+    b_loaded = ()
+    for ahead in gl.static_range(IN_FLIGHT):
+        slot = part_slot(first + gl.minimum(ahead // PARTS, parts - 1) * step, first_workgroup)
+        b_loaded = b_loaded + (load_accumulator(partial_acc, slot, ahead % PARTS, BLOCK_M, PARTS, ACC),)
+    # the weights of all splits are found once, each by one thread
+    WEIGHTS: gl.constexpr = gl.BlockedLayout([1, BLOCK_M // 8], [FAN_IN // 4, 128 // FAN_IN], [4, 1], [1, 0])
+    o_part = gl.arange(0, FAN_IN, gl.SliceLayout(1, WEIGHTS))
+    o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, WEIGHTS))
+    m_part = (o_part < parts)[:, None]
+    p_ml = (
+        partial_ml + part_slot(first + o_part * step, first_workgroup)[:, None] * (2 * BLOCK_M) + o_m[None, :]
+    )
+    b_m = gl.load(p_ml, mask=m_part, other=float("-inf"), cache_modifier=".cg")
+    b_l = gl.load(p_ml + BLOCK_M, mask=m_part, other=0.0, cache_modifier=".cg")
+    b_max = gl.max(b_m, 0)
+    b_weights = gl.exp2(b_m - safe_max(b_max)[None, :])
+    b_l = gl.sum(b_l * b_weights, 0)
+    reinterpret(shared_p, gl.float32, [FAN_IN, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(
+        b_weights
+    )
+    shared_w = reinterpret(shared_p, gl.float32, [FAN_IN, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    thread_barrier()
     b_accs = ()
     for _ in gl.static_range(PARTS):
         b_accs = b_accs + (gl.zeros((64, BLOCK_M), gl.float32, ACC),)
-    # many parts in flight at a time: a merge waits for latency, not for bandwidth
-    for split in range(0, parts, IN_FLIGHT):
-        b_ms = ()
-        b_ls = ()
-        b_loaded = ()
-        for ahead in gl.static_range(IN_FLIGHT):
-            # past the last part it is loaded again, and weighs nothing
-            slot = part_slot(first + gl.minimum(split + ahead, parts - 1) * step, first_workgroup)
-            p_ml = partial_ml + slot * (2 * BLOCK_M) + o_m
-            # past L1: other compute units wrote it
-            b_ms = b_ms + (gl.load(p_ml, cache_modifier=".cg"),)
-            b_ls = b_ls + (gl.load(p_ml + BLOCK_M, cache_modifier=".cg"),)
+    AT_A_TIME: gl.constexpr = (IN_FLIGHT + PARTS - 1) // PARTS
+    for split in range(0, parts, AT_A_TIME):
+        for ahead in gl.static_range(AT_A_TIME):
+            b_weight = shared_w.index(split + ahead).load(gl.SliceLayout(0, ACC))  # 0 past the last split
             for part in gl.static_range(PARTS):
-                p_acc = partial_acc + accumulator_offsets(slot, part, BLOCK_M, PARTS, THREADS)
-                b_part = gl.load(p_acc, cache_modifier=".cg")
-                b_loaded = b_loaded + (by_rows(b_part, BLOCK_M, ACC),)
-        b_new = b_max
-        for ahead in gl.static_range(IN_FLIGHT):
-            b_new = gl.maximum(b_new, b_ms[ahead])
-        b_safe = safe_max(b_new)
-        b_alpha = gl.exp2(b_max - b_safe)
-        b_max = b_new
-        b_l = b_l * b_alpha
-        b_weights = ()
-        for ahead in gl.static_range(IN_FLIGHT):
-            b_weight = gl.where(split + ahead < parts, gl.exp2(b_ms[ahead] - b_safe), 0.0)
-            b_l += b_ls[ahead] * b_weight
-            b_weights = b_weights + (b_weight,)
-        b_sums = ()
-        for part in gl.static_range(PARTS):
-            b_acc = b_accs[part] * b_alpha[None, :]
-            for ahead in gl.static_range(IN_FLIGHT):
-                b_acc += b_loaded[ahead * PARTS + part] * b_weights[ahead][None, :]
-            b_sums = b_sums + (b_acc,)
-        b_accs = b_sums
+                # both tuples are queues
+                b_accs = b_accs[1:] + (b_accs[0] + b_loaded[0] * b_weight[None, :],)
+                later = gl.minimum(split + (ahead * PARTS + part + IN_FLIGHT) // PARTS, parts - 1)
+                slot = part_slot(first + later * step, first_workgroup)
+                b_loaded = b_loaded[1:] + (
+                    load_accumulator(partial_acc, slot, (part + IN_FLIGHT) % PARTS, BLOCK_M, PARTS, ACC),
+                )
     return gl.convert_layout(b_max, ROW), gl.convert_layout(b_l, ROW), b_accs
