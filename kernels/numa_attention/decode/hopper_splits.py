@@ -92,7 +92,7 @@ def merge_parts(
 
     The result is (m [M], l [M], accumulator). shared_p: shared memory for their weights, 4 * FAN_IN * M bytes or more.
     """
-    # IN_FLIGHT parts of accumulators are loaded ahead of their use, each into the registers that a part before it leaves:
+    # IN_FLIGHT parts of accumulators are loaded ahead of their use, each into the registers that an earlier one leaves:
     # a merge waits for latency more than for bandwidth
     b_loaded = ()
     for ahead in gl.static_range(IN_FLIGHT):
