@@ -24,6 +24,7 @@ from numa_attention.decode.hopper_copies import produce
 from numa_attention.decode.hopper_products import multiply_keys, multiply_values, part_dim
 from numa_attention.decode.hopper_splits import arrive_last, merge_parts, part_slot, store_part
 from numa_attention.gluon_compat import thread_barrier
+from numa_attention.scores import LOG2_E
 
 # the scoring rule is that of all kernels: these are its plain-Triton functions, compiled by Gluon
 score_tile = gluon.jit(scores.score_tile.fn)
@@ -37,12 +38,13 @@ power_of_two_below = gluon.jit(scores.power_of_two_below.fn)
 
 @gluon.jit
 def load_query(
-    q, shared_q, query_start, query_len, kv_head, row_block, q_token_stride, q_head_stride,
+    q, shared_q, scale, query_start, query_len, kv_head, row_block, q_token_stride, q_head_stride,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, TERMS: gl.constexpr,
     QUERY: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
     """Put a packed query tile into shared memory, in columns; the factors [M] by which its scores are too small.
 
+    Where the scale is negative the query's sign is changed, so that the largest score is that of the largest product.
     For a float8 cache a row is scaled by a power of two, and each of its numbers becomes a sum of TERMS float8 numbers:
     each adds four bits to the significand, so that two are a bfloat16, and three a float16, down to 2^-17 of the row's
     largest number.
@@ -62,7 +64,7 @@ def load_query(
             b_parts = b_parts + (b_q,)
             b_max = gl.maximum(b_max, gl.max(gl.abs(b_q), 1))
         b_factor = power_of_two_below(b_max) / 128.0  # the largest is 128 to 256 of the 448 that float8 has
-        b_inverse = 1.0 / b_factor  # exact, as it is a power of two
+        b_inverse = gl.where(scale < 0.0, -1.0, 1.0) / b_factor  # exact, as it is a power of two
         for column in gl.static_range(COLUMNS):
             b_left = b_parts[column] * b_inverse[:, None]
             for term in gl.static_range(TERMS):
@@ -73,7 +75,8 @@ def load_query(
     else:
         for column in gl.static_range(COLUMNS):
             p_q = p_row[:, None] + (column * WIDTH + o_column)[None, :]
-            shared_q.index(column).store(gl.load(p_q, mask=m_row[:, None], other=0.0))
+            b_q = gl.load(p_q, mask=m_row[:, None], other=0.0)
+            shared_q.index(column).store(gl.where(scale < 0.0, -b_q, b_q))
         b_factor = gl.full((BLOCK_M,), 1.0, gl.float32, ROW)
     hopper.fence_async_shared()
     return b_factor
@@ -81,20 +84,27 @@ def load_query(
 
 @gluon.jit
 def begin_softmax(
-    b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len, scale, soft_cap,
+    b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_scale, seq_len, soft_cap,
     BLOCK_N: gl.constexpr, SCORES: gl.constexpr, ROWS_FIRST: gl.constexpr, WINDOW: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_CAP: gl.constexpr, HAS_ALIBI: gl.constexpr, FLOAT8: gl.constexpr,
+    SCALE_LATE: gl.constexpr,
 ):  # fmt: skip
-    """First half: scores in base 2 [M, N], the new maximum [M], and what older sums shrink by [M]."""
+    """First half: scores in base 2 [M, N], the new maximum [M], and what older sums shrink by [M].
+
+    b_scale > 0: of all scores, or [M] with FLOAT8. With SCALE_LATE the scores lack it and LOG2_E, but not the maximum.
+    """
     o_key = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     if not ROWS_FIRST:
         b_s = gl.permute(b_s, (1, 0))
-    if FLOAT8:
-        scale = (b_factor * scale)[:, None]
-    b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP, HAS_ALIBI)
+    if not SCALE_LATE:
+        scale = b_scale[:, None] if FLOAT8 else b_scale
+        b_s = score_tile(b_s, o_position, o_key, b_slope, scale, soft_cap, HAS_CAP, HAS_ALIBI)
     if (tile < interior_begin) | (tile >= interior_end):
         b_s = gl.where(visible(o_position, o_key, seq_len, CAUSAL, WINDOW), b_s, float("-inf"))
-    b_new = gl.maximum(b_m, gl.max(b_s, 1))
+    b_top = gl.max(b_s, 1)
+    if SCALE_LATE:
+        b_top = b_top * (b_scale * LOG2_E)
+    b_new = gl.maximum(b_m, b_top)
     return b_s, b_new, gl.exp2(b_m - safe_max(b_new))
 
 
@@ -107,12 +117,19 @@ def fold(b_p):
 
 
 @gluon.jit
-def end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM: gl.constexpr):
+def end_softmax(
+    b_s, b_m, b_ls, b_alpha, b_scale, shared_p, LATE_SUM: gl.constexpr, FLOAT8: gl.constexpr, SCALE_LATE: gl.constexpr
+):  # fmt: skip
     """Second half: probabilities [M, N] into shared memory; the new sums.
 
     With LATE_SUM they are [M, 64], added up along the keys when all tiles are done: warps need not meet for them.
     Otherwise they are [M]: in tiles of 64 rows, of which each lies in four threads, and where registers are few.
     """
+    if SCALE_LATE:
+        b_scale = b_scale * LOG2_E
+        if FLOAT8:
+            b_scale = b_scale[:, None]
+        b_s = b_s * b_scale  # one instruction with the subtraction
     b_p = gl.exp2(b_s - safe_max(b_m)[:, None])
     shared_p.store(b_p.to(shared_p.dtype))
     hopper.fence_async_shared()
@@ -162,6 +179,7 @@ def consume(
     else:
         SCORES: gl.constexpr = gl.permute(gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC_S), (1, 0)).type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SCALE_LATE: gl.constexpr = not HAS_CAP and not HAS_ALIBI
     LATE_SUM: gl.constexpr = not ROWS_FIRST and BLOCK_M * PARTS <= 64
     p_range = ranges + workgroup * 16
     first = gl.load(p_range)
@@ -186,9 +204,12 @@ def consume(
         query_len = gl.load(p_item + 9)
         seq_len = gl.load(p_item + 10)
         b_factor = load_query(
-            q, shared_q, query_start, query_len, kv_head, row_block, q_token_stride, q_head_stride,
+            q, shared_q, qk_scale, query_start, query_len, kv_head, row_block, q_token_stride, q_head_stride,
             GROUP, BLOCK_M, COLUMNS, WIDTH, TERMS, QUERY, ROW,
         )  # fmt: skip
+        b_scale = gl.maximum(gl.abs(qk_scale), 1e-30)  # of which -inf stays -inf
+        if FLOAT8:
+            b_scale = b_factor * b_scale
         o_row = row_block * BLOCK_M + o_m
         o_query = o_row // GROUP
         m_row = o_query < query_len
@@ -231,8 +252,8 @@ def consume(
             thread_barrier()
             hopper.mbarrier.arrive(empty_k.index(key_slot), count=1)
             b_s, b_m, b_alpha = begin_softmax(
-                b_s, b_m, tile_begin, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
-                qk_scale, soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
+                b_s, b_m, tile_begin, interior_begin, interior_end, o_position, b_slope, b_scale, seq_len,
+                soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8, SCALE_LATE,
             )  # fmt: skip
             for tile in range(tile_begin, tile_end - 1):
                 slot = step % STAGES
@@ -249,7 +270,9 @@ def consume(
                     ROWS_FIRST,
                     ACC_S,
                 )  # tile + 1
-                b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM)  # tile
+                b_ls = end_softmax(
+                    b_s, b_m, b_ls, b_alpha, b_scale, shared_p, LATE_SUM, FLOAT8, SCALE_LATE
+                )  # tile
                 b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
                 hopper.mbarrier.wait(full_v.index(slot), (step // STAGES) & 1)
                 b_accs = multiply_values(
@@ -258,8 +281,8 @@ def consume(
                 )  # fmt: skip  # tile
                 b_next = hopper.warpgroup_mma_wait(PARTS, deps=(b_next,))
                 b_s, b_m, b_alpha = begin_softmax(
-                    b_next, b_m, tile + 1, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
-                    qk_scale, soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
+                    b_next, b_m, tile + 1, interior_begin, interior_end, o_position, b_slope, b_scale, seq_len,
+                    soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8, SCALE_LATE,
                 )  # fmt: skip  # tile + 1
                 b_accs = wait_values(b_accs, PARTS)
                 # every warp has read these buffers, which one thread gives back
@@ -268,7 +291,7 @@ def consume(
                 hopper.mbarrier.arrive(empty_v.index(slot), count=1)
                 step += 1
             slot = step % STAGES
-            b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM)
+            b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, b_scale, shared_p, LATE_SUM, FLOAT8, SCALE_LATE)
             b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
             hopper.mbarrier.wait(full_v.index(slot), (step // STAGES) & 1)
             last = tile_end - 1
@@ -301,10 +324,10 @@ def consume(
                 thread_barrier()
                 hopper.mbarrier.arrive(empty_k.index(key_slot), count=1)
                 b_s, b_m, b_alpha = begin_softmax(
-                    b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_factor, seq_len,
-                    qk_scale, soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8,
+                    b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_scale, seq_len,
+                    soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8, SCALE_LATE,
                 )  # fmt: skip
-                b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, shared_p, LATE_SUM)
+                b_ls = end_softmax(b_s, b_m, b_ls, b_alpha, b_scale, shared_p, LATE_SUM, FLOAT8, SCALE_LATE)
                 b_accs = shrink(b_accs, b_alpha, PARTS, ACC_O)
                 slot = step % STAGES
                 hopper.mbarrier.wait(full_v.index(slot), (step // STAGES) & 1)
