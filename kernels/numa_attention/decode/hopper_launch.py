@@ -24,7 +24,9 @@ PRODUCER_REGISTERS = {
     True: 24,
     False: 40,
 }  # whether a tile lies in one page: others need addresses of several
-MERGE_REGISTERS = 64  # float32 values of parts that a thread loads at a time when it merges
+MERGE_REGISTERS = (
+    96  # of a thread, for accumulators and for parts of others that are on their way, in a merge
+)
 THREADS = 128  # that compute
 # float8 numbers whose sum is a query's number: float8_e4m3 has 4 bits of significand, bfloat16 8 and float16 11
 TERMS = {torch.bfloat16: 2, torch.float16: 3}
@@ -67,7 +69,7 @@ def constants_of(
         HAS_SCALES=has_scales,
         DOMAINS=variant.domains if variant.mapping.startswith("swizzled") else 1,
         FAN_IN=FAN_IN,
-        IN_FLIGHT=min(FAN_IN // 2 * shape.head_dim // PART, MERGE_REGISTERS * THREADS // (PART * rows)),
+        IN_FLIGHT=parts_in_flight(shape.head_dim, rows),
         TERMS=TERMS[shape.dtype] if float8 else 1,
         ROWS_FIRST=rows_first,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS[chunk_of(shape.page_size, block_n) == block_n],
@@ -80,6 +82,13 @@ def constants_of(
         SHARED_P=gl.NVMMASharedLayout(128, 16, 2),
         BARRIER=hopper.mbarrier.MBarrierLayout(),
     )
+
+
+def parts_in_flight(head_dim: int, rows: int) -> int:
+    """Parts of accumulators, of 64 dimensions each, that a merge loads ahead: as many as there are registers for."""
+    registers = PART * rows // THREADS
+    parts = head_dim // PART
+    return min(max(MERGE_REGISTERS // registers - parts, 1), FAN_IN // 2 * parts)
 
 
 def half_operand(block_n: int) -> gl.DistributedLinearLayout:

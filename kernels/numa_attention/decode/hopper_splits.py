@@ -111,10 +111,10 @@ def merge_parts(
     b_max = gl.max(b_m, 0)
     b_weights = gl.exp2(b_m - safe_max(b_max)[None, :])
     b_l = gl.sum(b_l * b_weights, 0)
-    reinterpret(shared_p, gl.float32, [FAN_IN, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(
-        b_weights
-    )
-    shared_w = reinterpret(shared_p, gl.float32, [FAN_IN, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    SHAPE: gl.constexpr = [shared_p.shape[1] // 2, BLOCK_M]
+    weights = reinterpret(shared_p, gl.float32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    weights.slice(0, FAN_IN).store(b_weights)
+    weights = reinterpret(shared_p, gl.float32, SHAPE, gl.SwizzledSharedLayout(1, 1, 1, [0]))
     thread_barrier()
     b_accs = ()
     for _ in gl.static_range(PARTS):
@@ -122,7 +122,7 @@ def merge_parts(
     AT_A_TIME: gl.constexpr = (IN_FLIGHT + PARTS - 1) // PARTS
     for split in range(0, parts, AT_A_TIME):
         for ahead in gl.static_range(AT_A_TIME):
-            b_weight = shared_w.index(split + ahead).load(gl.SliceLayout(0, ACC))  # 0 past the last split
+            b_weight = weights.index(split + ahead).load(gl.SliceLayout(0, ACC))  # 0 past the last split
             for part in gl.static_range(PARTS):
                 # both tuples are queues
                 b_accs = b_accs[1:] + (b_accs[0] + b_loaded[0] * b_weight[None, :],)
