@@ -55,6 +55,9 @@ def check_decode(
     return schedule
 
 
+HEADS_OF_TILES = (2, 12, 24, 48)  # over one KV head, for tiles of 8, 16, 32 and 64 rows
+
+
 def bf16_case(*arguments, **options) -> PagedCase:
     return make_paged_case(*arguments, dtype=torch.bfloat16, **options)
 
@@ -100,7 +103,9 @@ def check_all(form: str, device: str) -> None:
             case = windowed_case([1, 2], [30, 200], window, head_dim=128, kv_dtype=kv_dtype, **on)
             check_decode(case, form, window=window, **on)
     print("masks", flush=True)
-    check_decode(bf16_case([1], [2500], q_heads=2, kv_heads=1, page_size=64, **on), form, units=10, **on)
+    for q_heads in HEADS_OF_TILES:
+        case = bf16_case([1], [2500], q_heads=q_heads, kv_heads=1, page_size=64, **on)
+        check_decode(case, form, units=10, **on)
     check_decode(bf16_case([1, 0, 1, 0], [70, 0, 0, 0], q_heads=2, kv_heads=1, **on), form, **on)
     print("splits and empty requests", flush=True)
 

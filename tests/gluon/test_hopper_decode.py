@@ -31,6 +31,7 @@ from tests.gluon.interpreted import interpreted, splits_of
 from tests.hopper_decode_cases import (
     E4M3,
     E5M2,
+    HEADS_OF_TILES,
     RANDOM_LAYERS,
     bf16_case,
     check_all,
@@ -86,9 +87,10 @@ def test_page_sizes(page_size):
     check(bf16_case([1, 1], [65, 250], page_size=page_size, q_heads=2, kv_heads=1, head_dim=128), "two-stage")
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_splits_are_merged_in_two_levels_by_whoever_is_last(seed):
-    case = bf16_case([1], [2500], q_heads=2, kv_heads=1, page_size=64)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("seed", "q_heads"), enumerate(HEADS_OF_TILES))
+def test_splits_are_merged_in_two_levels_by_whoever_is_last(seed, q_heads, head_dim):
+    case = bf16_case([1], [2500], q_heads=q_heads, kv_heads=1, head_dim=head_dim, page_size=64)
     schedule = check(case, "two-stage", units=10, seed=seed)
     assert splits_of(schedule).max() > hopper_launch.FAN_IN
 

@@ -85,10 +85,14 @@ def constants_of(
 
 
 def parts_in_flight(head_dim: int, rows: int) -> int:
-    """Parts of accumulators, of 64 dimensions each, that a merge loads ahead: as many as there are registers for."""
+    """Parts of accumulators, of 64 dimensions each, that a merge loads ahead: as many as there are registers for.
+
+    A power of two, so that they are those of a number of splits that divides FAN_IN, or of one.
+    """
     registers = PART * rows // THREADS
     parts = head_dim // PART
-    return min(max(MERGE_REGISTERS // registers - parts, 1), FAN_IN // 2 * parts)
+    most = min(max(MERGE_REGISTERS // registers - parts, 1), FAN_IN // 2 * parts)
+    return 1 << most.bit_length() - 1
 
 
 def half_operand(block_n: int) -> gl.DistributedLinearLayout:

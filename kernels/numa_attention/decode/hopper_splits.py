@@ -120,6 +120,7 @@ def merge_parts(
     for _ in gl.static_range(PARTS):
         b_accs = b_accs + (gl.zeros((64, BLOCK_M), gl.float32, ACC),)
     AT_A_TIME: gl.constexpr = (IN_FLIGHT + PARTS - 1) // PARTS
+    gl.static_assert(FAN_IN % AT_A_TIME == 0, "there are weights of FAN_IN splits, and of no more")
     for split in range(0, parts, AT_A_TIME):
         for ahead in gl.static_range(AT_A_TIME):
             b_weight = weights.index(split + ahead).load(gl.SliceLayout(0, ACC))  # 0 past the last split
