@@ -83,6 +83,25 @@ def load_query(
 
 
 @gluon.jit
+def scores_of(
+    step, full_k, empty_k, buffers_k, shared_q,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, KEY_STAGES: gl.constexpr,
+    TERMS: gl.constexpr, ROWS_FIRST: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """The raw scores of tile number `step` of the ring, once its keys are there, which are then given back."""
+    slot = step % KEY_STAGES
+    hopper.mbarrier.wait(full_k.index(slot), (step // KEY_STAGES) & 1)
+    b_s = multiply_keys(
+        buffers_k, slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, TERMS, ROWS_FIRST, ACC
+    )
+    b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
+    # every warp has read the keys, which one thread gives back
+    thread_barrier()
+    hopper.mbarrier.arrive(empty_k.index(slot), count=1)
+    return b_s
+
+
+@gluon.jit
 def begin_softmax(
     b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_scale, seq_len, soft_cap,
     BLOCK_N: gl.constexpr, SCORES: gl.constexpr, ROWS_FIRST: gl.constexpr, WINDOW: gl.constexpr,
@@ -243,14 +262,10 @@ def consume(
             b_accs = b_accs + (gl.zeros((64, BLOCK_M), gl.float32, ACC_O),)
 
         if FORM == "four-stage":
-            key_slot = step % KEY_STAGES
-            hopper.mbarrier.wait(full_k.index(key_slot), (step // KEY_STAGES) & 1)
-            b_s = multiply_keys(
-                buffers_k, key_slot * COLUMNS, shared_q, BLOCK_M, BLOCK_N, COLUMNS, TERMS, ROWS_FIRST, ACC_S
-            )
-            b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
-            thread_barrier()
-            hopper.mbarrier.arrive(empty_k.index(key_slot), count=1)
+            b_s = scores_of(
+                step, full_k, empty_k, buffers_k, shared_q,
+                BLOCK_M, BLOCK_N, COLUMNS, KEY_STAGES, TERMS, ROWS_FIRST, ACC_S,
+            )  # fmt: skip
             b_s, b_m, b_alpha = begin_softmax(
                 b_s, b_m, tile_begin, interior_begin, interior_end, o_position, b_slope, b_scale, seq_len,
                 soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8, SCALE_LATE,
@@ -306,23 +321,10 @@ def consume(
             step += 1
         else:
             for tile in range(tile_begin, tile_end):
-                key_slot = step % KEY_STAGES
-                hopper.mbarrier.wait(full_k.index(key_slot), (step // KEY_STAGES) & 1)
-                b_s = multiply_keys(
-                    buffers_k,
-                    key_slot * COLUMNS,
-                    shared_q,
-                    BLOCK_M,
-                    BLOCK_N,
-                    COLUMNS,
-                    TERMS,
-                    ROWS_FIRST,
-                    ACC_S,
-                )
-                b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
-                # every warp has read the keys, which one thread gives back
-                thread_barrier()
-                hopper.mbarrier.arrive(empty_k.index(key_slot), count=1)
+                b_s = scores_of(
+                    step, full_k, empty_k, buffers_k, shared_q,
+                    BLOCK_M, BLOCK_N, COLUMNS, KEY_STAGES, TERMS, ROWS_FIRST, ACC_S,
+                )  # fmt: skip
                 b_s, b_m, b_alpha = begin_softmax(
                     b_s, b_m, tile, interior_begin, interior_end, o_position, b_slope, b_scale, seq_len,
                     soft_cap, BLOCK_N, SCORES, ROWS_FIRST, WINDOW, CAUSAL, HAS_CAP, HAS_ALIBI, FLOAT8, SCALE_LATE,
