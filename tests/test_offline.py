@@ -235,7 +235,8 @@ def test_a_kernel_that_does_not_compile_is_reported(monkeypatch, capsys):
         ("sm_90", "bf16 d64 g32 p16", "32x64 4w 2s", 0, 128, 168, False),
         ("sm_90", "bf16 d64 g32 p16", "32x64 4w 2s", 2, 128, 32, True),  # of 100 instructions
         ("sm_90", "bf16 d64 g32 p16", "32x64 4w 2s", 3, 128, 32, False),
-        ("sm_90", "bf16 d128 g8 p16", "16x128 4w 2s", 48, 255, 888, True),
+        ("sm_90", "bf16 d80 g8 p16", "128x64 4w 3s", 48, 255, 888, True),
+        ("sm_100", "bf16 d80 g8 p16", "128x64 4w 3s", 48, 255, 888, False),
         ("gfx950", "fp32 d64 g32 p16", "32x64 4w 2s", 0, 255, 8, False),
         ("gfx942", "bf16 d128 g8 p16", "128x64 8w 1s", 0, 256, 8, False),  # nothing spills on AMD
         ("gfx1250", "bf16 d128 g8 p16", "16x32 1w 3s", 1, 256, 8, False),
@@ -244,7 +245,7 @@ def test_a_kernel_that_does_not_compile_is_reported(monkeypatch, capsys):
 def test_spills_that_are_known(generation, call, tile, in_loop, registers, scratch, accepted):
     resources = isa.Resources(registers, spills=48, scratch=scratch, shared=1, occupancy=8)
     report = offline.Report(
-        generation, "decode_kernel", call, tile, resources, 2, {}, {"scratch access": in_loop}, 100, [], 1.0
+        generation, "prefill_kernel", call, tile, resources, 2, {}, {"scratch access": in_loop}, 100, [], 1.0
     )
     assert bool(report.notes()) == accepted
     assert bool(report.faults()) == (not accepted)

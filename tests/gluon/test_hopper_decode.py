@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import logging
 import os
 import random
@@ -108,6 +109,22 @@ def test_several_query_tokens_and_a_wide_group(queries, heads, head_dim, kv_dtyp
     case = bf16_case([queries, 1], [70, 63], q_heads=heads, kv_heads=1, head_dim=head_dim, kv_dtype=kv_dtype)
     # the ring that the dispatcher chooses
     check(case, None if head_dim == 256 else "two-stage")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+def test_what_a_workgroup_keeps_in_shared_memory_fits(dtype, kv_dtype):
+    """Queries in the types in which they are multiplied, probabilities, and the rings of keys and values."""
+    # for float8 keys, float16 has three terms of a byte
+    query_bytes = 3 if (dtype, kv_dtype) == (torch.float16, E4M3) else 2
+    for head_dim, rows in itertools.product(hopper_variant.HEAD_DIMS, (8, 16, 32, 64)):
+        shape = LayerShape(rows, 1, head_dim, head_dim, dtype, kv_dtype or dtype, 64)
+        tile = hopper_variant.tile_of(shape, rows)
+        keys = hopper_variant.key_stages_of(shape, rows, tile.stages, tile.block_n)
+        ring = (keys + tile.stages) * tile.block_n * head_dim * shape.kv_dtype.itemsize
+        used = ring + rows * (query_bytes * head_dim + 2 * tile.block_n) + hopper_variant.BARRIER_BYTES
+        share = hopper_variant.SHARED_BYTES // tile.workgroups_per_unit - hopper_variant.RESERVED_BYTES
+        assert used <= share, (head_dim, rows, tile, keys)
 
 
 def test_a_large_float8_tile_of_64_rows_has_a_multiprocessor_to_itself():

@@ -85,7 +85,9 @@ def key_stages_of(shape: LayerShape, rows: int, stages: int, block_n: int) -> in
 def _ring_bytes(shape: LayerShape, rows: int, workgroups_per_unit: int, block_n: int) -> int:
     """What queries and weights leave of a workgroup's shared memory."""
     share = SHARED_BYTES // workgroups_per_unit - RESERVED_BYTES - BARRIER_BYTES
-    return share - 2 * rows * (shape.head_dim + block_n)
+    # for float8 keys a number in float16 is the sum of three of a byte
+    query_bytes = 3 if shape.kv_dtype.itemsize == 1 and shape.dtype == torch.float16 else 2
+    return share - rows * (query_bytes * shape.head_dim + 2 * block_n)
 
 
 def _workgroups_per_unit(shape: LayerShape, rows: int, stages: int, block_n: int) -> int:

@@ -25,11 +25,9 @@ from numa_attention.topology import pretend
 
 # (generation, kernel, tile) -> why it is used although registers spill in its main loop
 ACCEPTED = {
-    ("sm_90", "decode_kernel", "16x128 4w 2s"): "fastest of those measured on an H200, at pages of 16",
     ("sm_90", "prefill_kernel", "128x64 4w 3s"): "fastest of those measured on an H200, at pages of 16",
-    ("sm_100", "decode_kernel", "16x128 4w 2s"): "as on sm_90; with Triton 3.6, one access at most in a loop",
 }
-# (generation, kernel, layer) -> likewise
+# (generation, kernel, layer) -> why it is compiled although it spills much outside of its main loop
 ACCEPTED_LAYERS = {
     ("sm_90", "prefill_kernel", "bf16 d128 g8 p16 window sinks soft_cap alibi lse"): (
         "all options of a layer at once, which no model has"
