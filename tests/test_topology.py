@@ -36,12 +36,14 @@ def device_with(monkeypatch):
         ("gfx1250", 256, "gfx1250", 8, 320),
         ("gfx1250", 512, "gfx1250", 8, 320),  # a driver that counts the halves of its units
         ("gfx90a:sramecc+:xnack-", 104, "gpu", 1, 64),
+        ("gfx942:sramecc+:xnack-", 80, "gfx942", 4, 64),  # MI308X
+        ("gfx942:sramecc+:xnack-", 20, "gfx942", 1, 64),  # one of its XCDs
     ],
 )
 def test_an_amd_device(device_with, architecture, units, generation, domains, shared_kib):
     found = device_with(
         "7.0",
-        name="AMD Instinct",
+        name="AMD Instinct MI308X" if units in (80, 20) else "AMD Instinct",
         gcnArchName=architecture,
         multi_processor_count=units,
         L2_cache_size=4 << 20,
@@ -77,4 +79,7 @@ def test_names():
         assert PRODUCTS[product].generation == generation
     with pytest.raises(ValueError, match="unknown device 'MI100': name one of gfx942, .* MI450"):
         pretend("MI100")
+    for product, known in PRODUCTS.items():
+        assert pretend(product.lower()) == known and known.name == product
+    assert pretend("MI325X").domains == 8 and pretend("MI308X").domains == 4
     assert detect("cpu") == PRODUCTS["cpu"]

@@ -37,6 +37,9 @@ KIB = 1 << 10
 # also visible in the latency of its L2 hits.
 PRODUCTS = {
     "MI300X": Topology("MI300X", "gfx942", 304, 8, 8, 32 * MIB, 64 * KIB),
+    "MI308X": Topology("MI308X", "gfx942", 80, 4, 4, 16 * MIB, 64 * KIB),
+    "MI325X": Topology("MI325X", "gfx942", 304, 8, 8, 32 * MIB, 64 * KIB),
+    "MI350X": Topology("MI350X", "gfx950", 256, 8, 8, 32 * MIB, 160 * KIB),
     "MI355X": Topology("MI355X", "gfx950", 256, 8, 8, 32 * MIB, 160 * KIB),
     "MI450": Topology("MI450", "gfx1250", 256, 8, 8, 32 * MIB, 320 * KIB),
     "H100": Topology("H100", "sm_90", 132, 2, 1, 50 * MIB, 227 * KIB),
@@ -53,7 +56,6 @@ GENERATIONS = {
     "sm_100": "B200",
     "cpu": "cpu",
 }
-CUS_PER_XCD = {"gfx942": 38, "gfx950": 32, "gfx1250": 32}
 
 
 def pretend(name: str) -> Topology:
@@ -83,8 +85,11 @@ def detect(device: torch.device | str | None = None) -> Topology:
     if torch.version.hip:
         generation = properties.gcnArchName.split(":")[0]
         known = PRODUCTS.get(GENERATIONS.get(generation, ""))
+        if known:  # MI308X has fewer compute units an XCD than others of its generation
+            named = (p for p in PRODUCTS.values() if p.generation == generation and p.name in properties.name)
+            known = next(named, known)
         # partitioned modes (CPX, DPX) and MI300A expose fewer XCDs: count them from the compute units
-        domains = min(max(1, units // CUS_PER_XCD[generation]), known.domains) if known else 1
+        domains = min(max(1, units * known.domains // known.compute_units), known.domains) if known else 1
         shared = known.shared_bytes if known else 64 * KIB
         per_domain = known.l2_bytes // known.domains if known else l2_bytes
         return Topology(

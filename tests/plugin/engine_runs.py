@@ -37,7 +37,8 @@ def main():
     )
     sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
-    print("TOKENS", json.dumps([output.outputs[0].token_ids for output in outputs]))
+    with open(sys.argv[3], "w") as answer:
+        json.dump([output.outputs[0].token_ids for output in outputs], answer)
 
 if __name__ == "__main__":
     main()
@@ -85,7 +86,9 @@ def make_generate(folder: Path, prologue: str = "", **config) -> Callable[..., t
 
     def generate(environment: dict[str, str], fails: bool = False, **options) -> tuple[list | None, str]:
         clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "NUMA_SWIZZLE_KERNELS")}
-        arguments = [json.dumps({"model": str(model)} | options), json.dumps(PROMPTS)]
+        answer = folder / "tokens.json"
+        answer.unlink(missing_ok=True)
+        arguments = [json.dumps({"model": str(model)} | options), json.dumps(PROMPTS), answer]
         done = subprocess.run(
             [sys.executable, script, *arguments],
             env=clean | {"VLLM_CPU_CI_ENV": "1"} | environment,
@@ -94,8 +97,6 @@ def make_generate(folder: Path, prologue: str = "", **config) -> Callable[..., t
             text=True,
         )
         assert (done.returncode != 0) == fails, done.stdout
-        lines = [line for line in done.stdout.splitlines() if "TOKENS" in line]
-        tokens = json.loads(lines[-1].partition("TOKENS")[2]) if lines else None
-        return tokens, done.stdout
+        return json.loads(answer.read_text()) if answer.exists() else None, done.stdout
 
     return generate

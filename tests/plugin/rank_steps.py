@@ -1,7 +1,7 @@
 """What the two ranks of a context-parallel engine do: real layers, real metadata, vLLM's own groups over gloo.
 
-`python -m plugin.rank_steps MODEL FOLDER` runs both ranks and prints what they found as JSON: one process imports vLLM
-for both of them.
+`python -m plugin.rank_steps MODEL FOLDER ANSWER` runs both ranks and writes what they found to ANSWER as JSON: one
+process imports vLLM for both of them.
 """
 
 from __future__ import annotations
@@ -234,17 +234,14 @@ def _refusals(ranks: Ranks, model: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    model, folder = map(Path, sys.argv[1:])
+    model, folder, answer = map(Path, sys.argv[1:])
     # one rank's rig imports what both need
     with rig(model, windows=(None,), tensor_parallel_size=2):
         pass
     # of two workspaces in each of two configurations, for each rank
     pieces = [[torch.zeros(1 << 20, dtype=torch.uint8).share_memory_() for _ in range(2)] for _ in range(4)]
     found = run_ranks(all_steps, 2, folder, model, pieces, fork=True)
-    # in one piece, as others write to the same pipe
-    print(
-        f"FOUND {json.dumps([each if isinstance(each, dict) else repr(each) for each in found])}", flush=True
-    )
+    answer.write_text(json.dumps([each if isinstance(each, dict) else repr(each) for each in found]))
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     model = write_model(folder / "tiny", num_key_value_heads=1)
     (folder / "store").mkdir()
+    answer = folder / "found.json"
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-m", "plugin.rank_steps", model, folder / "store"],
+        [sys.executable, "-m", "plugin.rank_steps", model, folder / "store", answer],
         env=os.environ
         | {
             "NUMA_SWIZZLE_KERNELS": "torch",
@@ -38,9 +39,8 @@ def results(tmp_path_factory):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    assert done.returncode == 0 and lines, done.stdout
-    found = json.loads(lines[0].removeprefix("FOUND"))
+    assert done.returncode == 0, done.stdout
+    found = json.loads(answer.read_text())
     for result in found:
         assert isinstance(result, dict), result
     return found

@@ -73,7 +73,7 @@ def multiply_values(b_p, b_p2, values, b_acc, C: gl.constexpr):
         values = values.permute((1, 0))
     b_v = b_acc
     if C.summed:
-        b_v = gl.zeros((C.rows, C.dim_v), gl.float32, b_acc.type.layout)
+        b_v = gl.zeros((C.rows, C.dim_v), gl.float32, product_layout(C.dim_v, C.depth, C.ctas))
     b_v = hopper.warpgroup_mma(b_p, values, b_v, use_acc=not C.summed, is_async=True)
     if C.probability_parts == 2:
         b_v = hopper.warpgroup_mma(b_p2, values, b_v, is_async=True)
