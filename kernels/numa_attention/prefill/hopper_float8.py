@@ -32,7 +32,8 @@ PROBABILITY_SCALE = gl.constexpr(256.0)
 PROBABILITY_BITS = gl.constexpr(8.0)  # its logarithm
 
 # four numbers -> four e4m3 numbers, and four more of what is left. The first are rounded to four bits in float16, which
-# e4m3 then holds: ptxas 12.8 and 12.9 read a wrong register where an e4m3 number is read back before it is packed
+# e4m3 then holds, and not read back: where a pair of e4m3 numbers is both read back and packed with another pair, ptxas
+# 12.8 and 12.9 can read a register that nothing has written
 SPLIT = gl.constexpr("""{
 .reg .b16 a, b, c, d;
 .reg .b32 x, y, s, t;
