@@ -6,7 +6,8 @@
 A tile is ROWSxKEYS, warps, stages, workgroups an SM, and what is done with float8: `two-terms` multiplies keys as they
 are, `staged` converts values before they go to shared memory. Every candidate is compared with FlashAttention-3, then
 timed by graph replay, each figure printed as it comes, until the time is used up; a table of all ends it. The first
-candidate of a row is the dispatcher's.
+candidate of a row is the dispatcher's. A row that fails is said and left out of the table, and
+the exit code is 1 then.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import math
 import re
 import sys
 import time
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 
@@ -134,6 +137,12 @@ def tune(case: Case, row: int, tiles: str, deadline: float) -> tuple[list[tuple[
     return results, disturbed
 
 
+def tune_apart(*arguments) -> tuple[list[tuple[str, float]], bool]:
+    """`tune` in a process of its own, all of whose GPU work a fault in one kernel would end; see there."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(tune, *arguments).result()
+
+
 def summarise(results: dict[str, tuple[list[tuple[str, float]], bool]]) -> None:
     """One line a case, its tiles from fastest to slowest, and the geometric means of the first and the fastest ones."""
     print("\ncase | times FA3, fastest first (* the dispatcher's)")
@@ -169,8 +178,14 @@ def main(
     for place, index in enumerate(chosen):
         # each row gets its share of what is left, so that none goes without
         share = (seconds - (time.time() - started)) / (len(chosen) - place)
-        results[cases[index].name] = tune(cases[index], index, tiles, time.time() + share)
+        case = cases[index]
+        try:
+            results[case.name] = tune_apart(case, index, tiles, time.time() + share)
+        except (RuntimeError, BrokenExecutor) as error:  # other rows are still worth their time
+            print(f"-- {case.name}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
     summarise(results)
+    if len(results) < len(chosen):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
