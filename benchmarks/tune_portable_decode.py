@@ -6,8 +6,8 @@
 A tile is ROWSxKEYS, warps, stages, workgroups an SM, and what is done with float8: `two-terms` multiplies keys as they
 are, `staged` converts values before they go to shared memory. Every candidate is compared with FlashAttention-3, then
 timed by graph replay, each figure printed as it comes, until the time is used up; a table of all ends it. The first
-candidate of a row is the dispatcher's. A row that fails is said and left out of the table, and
-the exit code is 1 then.
+candidate of a row is the dispatcher's. Each row has a process of its own: one that fails is said and left out of the
+table, and the exit code is 1 then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import re
 import sys
 import time
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
@@ -132,13 +132,11 @@ def tune(case: Case, row: int, tiles: str, deadline: float) -> tuple[list[tuple[
             f"error {error:.1e}",
             flush=True,
         )
-    del tensors
-    torch.cuda.empty_cache()
     return results, disturbed
 
 
 def tune_apart(*arguments) -> tuple[list[tuple[str, float]], bool]:
-    """`tune` in a process of its own, all of whose GPU work a fault in one kernel would end; see there."""
+    """`tune` in a process of its own: a fault in one kernel ends all GPU work of its process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(tune, *arguments).result()
 
@@ -181,8 +179,10 @@ def main(
         case = cases[index]
         try:
             results[case.name] = tune_apart(case, index, tiles, time.time() + share)
-        except (RuntimeError, BrokenExecutor) as error:  # other rows are still worth their time
-            print(f"-- {case.name}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+        except (
+            RuntimeError
+        ) as error:  # also of a process that has died; other rows are still worth their time
+            print(f"-- {case.name}: {type(error).__name__}: {error}", flush=True)
     summarise(results)
     if len(results) < len(chosen):
         raise typer.Exit(1)

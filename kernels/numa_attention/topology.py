@@ -84,10 +84,9 @@ def detect(device: torch.device | str | None = None) -> Topology:
     l2_bytes = getattr(properties, "L2_cache_size", 0)
     if torch.version.hip:
         generation = properties.gcnArchName.split(":")[0]
-        known = PRODUCTS.get(GENERATIONS.get(generation, ""))
-        if known:  # MI308X has fewer compute units an XCD than others of its generation
-            named = (p for p in PRODUCTS.values() if p.generation == generation and p.name in properties.name)
-            known = next(named, known)
+        # by its own name first: MI308X has fewer compute units an XCD than others of its generation
+        named = (p for p in PRODUCTS.values() if p.generation == generation and p.name in properties.name)
+        known = next(named, PRODUCTS.get(GENERATIONS.get(generation, "")))
         # partitioned modes (CPX, DPX) and MI300A expose fewer XCDs: count them from the compute units
         domains = min(max(1, units * known.domains // known.compute_units), known.domains) if known else 1
         shared = known.shared_bytes if known else 64 * KIB
