@@ -150,7 +150,7 @@ def attend(
                     if isinstance(plan, DecodeSchedule):
                         plan.arrivals.zero_()
                     if plan.queues is not None:
-                        plan.queues[: plan.variant.queues + 1].zero_()
+                        plan.queues[: max(plan.variant.queues, 1) + 1].zero_()
                 raise
             launches.append(launched)
             # a kernel that hands a call over says to which other one

@@ -30,7 +30,7 @@ from numa_attention.prefill import (
     hopper_consumer,
     hopper_launch,
     hopper_producer,
-    hopper_seat,
+    hopper_tiles,
     hopper_variant,
 )
 from numa_attention.prefill.hopper_variant import FORM
@@ -140,34 +140,46 @@ def test_placed_by_hardware(form, workgroups):
     assert not plan.queues[:3].any() and plan.queues[3:].unique().tolist() == [0, 1]
 
 
+Queues = dataclasses.make_dataclass("Queues", ["queues"], frozen=True, eq=False)
+
+
 @gluon.jit
-def seats_kernel(seats, sms, queues, QUEUES: gl.constexpr):
-    sm = gl.inline_asm_elementwise(hopper_seat.READ_SM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    gl.store(sms + gl.program_id(0), sm)
-    gl.store(seats + gl.program_id(0), hopper_seat.take_seat(queues, QUEUES))
+def taking_kernel(taken, sms, order, clock, queues, count, C: gl.constexpr):
+    """Take tiles until none is left: how often each is taken, where, and when."""
+    sm = gl.inline_asm_elementwise(hopper_tiles.READ_SM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    own = hopper_tiles.own_domain(queues, C)
+    index = hopper_tiles.next_tile(queues, own, -1, count, C)
+    while index < count:
+        gl.atomic_add(taken + index, 1, sem="relaxed", scope="gpu")
+        gl.store(sms + index, sm)
+        gl.store(order + index, gl.atomic_add(clock, 1, sem="relaxed", scope="gpu"))
+        index = hopper_tiles.next_tile(queues, own, index, count, C)
+    hopper_tiles.leave(queues, C)
 
 
-@pytest.mark.parametrize("domains", [2, 3])
-@pytest.mark.parametrize("workgroups", [1, 6, 11])
-@pytest.mark.parametrize("used_sms", [1, 4, 6])
-def test_every_seat_is_taken_once_and_at_home_where_that_can_be(workgroups, used_sms, domains):
+@pytest.mark.parametrize("domains", [0, 1, 2, 3])
+@pytest.mark.parametrize(("workgroups", "count"), [(1, 1), (1, 7), (6, 6), (6, 23), (11, 4)])
+def test_every_tile_is_taken_once_and_stolen_only_where_none_is_left_at_home(workgroups, count, domains):
     asked = itertools.count()
+    used_sms = 4
     # each workgroup asks twice
     register_asm(SM_ID, lambda: torch.tensor(next(asked) // 2 % used_sms, dtype=torch.int32))
+    places = max(domains, 1)
     queues = torch.cat(
-        [torch.zeros(domains + 1, dtype=torch.int32), torch.arange(8, dtype=torch.int32) % domains]
+        [torch.zeros(places + 1, dtype=torch.int32), torch.arange(8, dtype=torch.int32) % places]
     )
     for seed in range(2):  # the second launch finds what the first one left
-        seats, sms = torch.full((2, workgroups), -7, dtype=torch.int32)
-        interpret(seats_kernel, target="sm_90")[(workgroups,)](seats, sms, queues, QUEUES=domains, seed=seed)
-        assert sorted(seats.tolist()) == list(range(workgroups))
-        assert not queues[: domains + 1].any()
-        own = torch.bincount(sms % domains, minlength=domains)
-        held = torch.bincount(torch.arange(workgroups) % domains, minlength=domains)
-        if torch.equal(own, held):
-            assert torch.equal(seats % domains, sms % domains)
-        elif workgroups > 1:
-            assert (seats % domains == sms % domains).any()
+        taken, sms, order = torch.zeros(3, count, dtype=torch.int32)
+        clock = torch.zeros(1, dtype=torch.int32)
+        interpret(taking_kernel, target="sm_90")[(workgroups,)](
+            taken, sms, order, clock, queues, count, C=Queues(gl.constexpr(domains)), seed=seed
+        )
+        assert taken.tolist() == [1] * count
+        assert not queues[: places + 1].any()
+        tile_domains, own_domains = torch.arange(count) % places, sms % places
+        for tile in range(count if domains > 1 else 0):
+            if own_domains[tile] != tile_domains[tile]:  # stolen, as nothing was left at home
+                assert (order[tile_domains == own_domains[tile]] < order[tile]).all()
 
 
 def test_not_causal():
@@ -306,10 +318,10 @@ FAULTS = {
     "never released": (f"{ARRIVE}(empty_v.index(v_slot), count=1)", "pass"),
     "bytes forgotten": ("C.block_n * (DIM + SECOND) * C.cache_bytes", "C.block_n * DIM"),
     "queries released early": (
-        f"{WAIT}(full_q.index(CONSUMER), parity)",
-        f"{WAIT}(full_q.index(CONSUMER), parity); {ARRIVE}(empty_q.index(CONSUMER), count=1)",
+        f"{WAIT}(full_q.index(CONSUMER), number & 1)",
+        f"{WAIT}(full_q.index(CONSUMER), number & 1); {ARRIVE}(empty_q.index(CONSUMER), count=1)",
     ),
-    "queries used early": (f"{WAIT}(full_q.index(CONSUMER), parity)", "pass"),
+    "queries used early": (f"{WAIT}(full_q.index(CONSUMER), number & 1)", "pass"),
     "cleared without a fence": (
         f"    hopper.fence_async_shared()\n    {ARRIVE}(cleared",
         f"    {ARRIVE}(cleared",
@@ -353,6 +365,21 @@ def check_mistake(right: str, wrong: str, modules, case, tmp_path, monkeypatch, 
 def test_mistakes_are_found(right, wrong, tmp_path, monkeypatch):
     case = bf16_case([70, 40], [260, 40], q_heads=1, kv_heads=1)
     check_mistake(right, wrong, (hopper_producer, hopper_consumer, hopper), case, tmp_path, monkeypatch)
+
+
+RECORD_FAULTS = {
+    "a record read early": (f"    {WAIT}(full.index(number % RECORDS), (number // RECORDS) & 1)\n", ""),
+    "a record not given back": (f"{ARRIVE}(empty_records.index(number % RECORDS), count=1)", "pass"),
+    "a record overwritten early": (f"    {WAIT}(empty.index(slot), ((number // RECORDS) & 1) ^ 1)\n", ""),
+}
+
+
+@pytest.mark.parametrize(("right", "wrong"), list(RECORD_FAULTS.values()), ids=list(RECORD_FAULTS))
+def test_mistakes_with_records_are_found(right, wrong, tmp_path, monkeypatch):
+    """Tiles so short that the producer waits for nothing else."""
+    case = bf16_case([3] * 4, [9] * 4, q_heads=1, kv_heads=1)
+    modules = (hopper_tiles, hopper_producer, hopper_consumer, hopper)
+    check_mistake(right, wrong, modules, case, tmp_path, monkeypatch)
 
 
 # ---- the launch ----
@@ -508,17 +535,23 @@ def test_tensor_maps_keep_no_memory():
 
 
 @pytest.mark.parametrize(
+    ("form", "tiles", "expected"),
+    [("persistent", 9999, 132), ("persistent", 40, 40), ("", 9999, 9999), ("cluster persistent", 40, 40)],
+)
+def test_how_many_workgroups_a_launch_has(form, tiles, expected):
+    shape = LayerShape(64, 8, 128, 128, torch.bfloat16, torch.bfloat16, 16)
+    variant = dataclasses.replace(choose_prefill(shape, pretend("sm_90"), "triton"), form=form)
+    batch = types.SimpleNamespace(max_query_len=16384, max_seq_len=16384)
+    assert hopper_launch.workgroups_of(shape, variant, batch, tiles, torch.device("cpu")) == expected
+
+
+@pytest.mark.parametrize(
     ("queries", "length", "heads", "expected"),
-    # batches of the benchmark whose times on an H200 the rule was read off, the last one faster by dispatch
-    [
-        (16384, 16384, (64, 8), 132), (32768, 32768, (64, 8), 132), (4096, 4096, (32, 8), 132),
-        (16384, 16384, (128, 128), 9999),
-    ],
-)  # fmt: skip
-def test_a_launch_is_persistent_where_its_workgroups_keep_together(queries, length, heads, expected):
+    [(16384, 16384, (64, 8), 66), (16384, 16384, (128, 128), 9999)],
+)
+def test_clusters_are_persistent_where_they_keep_together(queries, length, heads, expected):
     shape = LayerShape(*heads, 128, 128, torch.bfloat16, torch.bfloat16, 16)
     variant = choose_prefill(shape, pretend("sm_90"), "triton")
+    variant = dataclasses.replace(variant, form=f"{FORM} cluster", block_m=2 * variant.block_m)
     batch = types.SimpleNamespace(max_query_len=queries, max_seq_len=length)
     assert hopper_launch.workgroups_of(shape, variant, batch, 9999, torch.device("cpu")) == expected
-    by_dispatch = dataclasses.replace(variant, form="ahead")
-    assert hopper_launch.workgroups_of(shape, by_dispatch, batch, 9999, torch.device("cpu")) == 9999

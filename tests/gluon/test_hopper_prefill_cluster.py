@@ -163,7 +163,7 @@ def test_mistakes_with_a_float8_cache_are_found(right, wrong, tmp_path, monkeypa
         (CLUSTER, 0, (3, 8), None),
         (CLUSTER, 0, (3, 7), "needs Triton 3.8 or later, found 3.7"),
         (CLUSTER, 0, None, "found none"),
-        (CLUSTER, 2, (3, 9), "takes no seats by hardware placement"),
+        (CLUSTER, 2, (3, 9), "takes no tiles by hardware placement"),
     ],
 )
 def test_where_clusters_can_run(form, queues, triton, reason):

@@ -1,7 +1,7 @@
 """Prefill over a paged cache for sm_90 (H100, H200), in Gluon: TMA, wgmma, and warps with different work.
 
-It takes the tile list of `prefill/portable.py`, of which each workgroup computes every `num_programs`-th tile. One warp
-of a workgroup, the producer, copies queries, and keys and values straight from their pages, into rings of buffers in
+It takes the tile list of `prefill/portable.py`, whose tiles workgroups take as `hopper_tiles.py` says. One warp of a
+workgroup, the producer, copies queries, and keys and values straight from their pages, into rings of buffers in
 shared memory. Each consumer, a warpgroup of four warps, keeps 64 rows of the packed tile, multiplies and exponentiates.
 mbarriers say when a buffer is full and when all consumers are done with it.
 
@@ -24,7 +24,7 @@ from numa_attention.prefill.hopper_consumer import consume
 from numa_attention.prefill.hopper_float8 import allocate_queries, shared_layout, transpose
 from numa_attention.prefill.hopper_producer import produce
 from numa_attention.prefill.hopper_rows import barrier_layout
-from numa_attention.prefill.hopper_seat import take_seat
+from numa_attention.prefill.hopper_tiles import allocate_records
 
 
 @gluon.jit(
@@ -35,7 +35,7 @@ def prefill_kernel(
     tiles,  # int32 [count, 4]: request, KV head, query block
     count,
     first_request,
-    queues,  # int32 [C.queues + 1 + SM ids], with hardware placement
+    queues,  # int32 [C.queues + 1], and the domains of SM ids with hardware placement; see hopper_tiles.next_tile
     queries,  # descriptor of q for boxes [tokens, group, dim], and the one for its second part
     queries_second,
     keys,  # descriptor of the keys, a matrix, for boxes [chunk, dim], and the one for its second part
@@ -131,10 +131,8 @@ def prefill_kernel(
     barriers = (full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared)
     raw_buffers = raw_queries + (buffer_k, buffer_k2, raw_v)
     raw_barriers = (full_q, empty_q, full_k, empty_k, full_raw, empty_raw)
-    seat = count
-    if C.queues > 0:
-        seat = take_seat(queues, C.queues)
-    step = (tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat)
+    ring = allocate_records(C)
+    step = (tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, queues)
     descriptors = (queries, queries_second, keys, keys_second, values)
     places = (k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns)
     arguments = (q, out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap)
@@ -150,9 +148,9 @@ def prefill_kernel(
     if C.float8 and C.consumers == 1:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 0, C)),
-                (transpose, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, step, C)),
-                (produce, (descriptors, raw_buffers, raw_barriers, step, places, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 0, C)),
+                (transpose, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
+                (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,
             C.worker_registers,
@@ -160,10 +158,10 @@ def prefill_kernel(
     elif C.float8 and C.consumers == 2:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 0, C)),
-                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 1, C)),
-                (transpose, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, step, C)),
-                (produce, (descriptors, raw_buffers, raw_barriers, step, places, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 0, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 1, C)),
+                (transpose, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
+                (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,
             C.worker_registers,
@@ -171,8 +169,8 @@ def prefill_kernel(
     elif C.consumers == 1:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 0, C)),
-                (produce, (descriptors, raw_buffers, raw_barriers, step, places, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 0, C)),
+                (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,
             C.worker_registers,
@@ -180,9 +178,9 @@ def prefill_kernel(
     elif C.consumers == 2:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 0, C)),
-                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 1, C)),
-                (produce, (descriptors, raw_buffers, raw_barriers, step, places, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 0, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 1, C)),
+                (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,
             C.worker_registers,
@@ -190,10 +188,10 @@ def prefill_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 0, C)),
-                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 1, C)),
-                (consume, (arguments, strides, buffers, raw_queries, barriers, step, 2, C)),
-                (produce, (descriptors, raw_buffers, raw_barriers, step, places, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 0, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 1, C)),
+                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 2, C)),
+                (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,
             C.worker_registers,

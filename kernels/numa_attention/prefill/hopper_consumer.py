@@ -16,8 +16,7 @@ from numa_attention.prefill.hopper_float8 import (
     quantise_queries,
 )
 from numa_attention.prefill.hopper_rows import copy_layout, product_layout, rows_of
-from numa_attention.prefill.hopper_seat import first_tile
-from numa_attention.prefill.hopper_work import work_of
+from numa_attention.prefill.hopper_tiles import RECORDS, field, is_tile, read_record
 
 # the scoring rule is that of all kernels: these are its plain-Triton functions, compiled by Gluon
 score_tile = gluon.jit(scores.score_tile.fn)
@@ -241,7 +240,7 @@ def walk(
 
 @gluon.jit
 def consume(
-    arguments, strides, buffers, raw_queries, barriers, step, CONSUMER: gl.constexpr, C: gl.constexpr
+    arguments, strides, buffers, raw_queries, barriers, ring, CONSUMER: gl.constexpr, C: gl.constexpr
 ):
     """What a consumer does: attention of its rows of all tiles of this workgroup."""
     q, out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap = arguments
@@ -251,7 +250,7 @@ def consume(
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
     raw_q, raw_q2 = raw_queries
     full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
-    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat = step
+    records, full_records, empty_records = ring
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(C.block_n, C.depth, C.ctas))
     PV: gl.constexpr = product_layout(C.dim_v, C.depth, C.ctas)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, PV)
@@ -260,12 +259,12 @@ def consume(
         scale = scale * gl.load(k_scale)
         v_factor = v_factor * gl.load(v_scale)
     walked = 0
-    parity = 0  # of the tiles before this one
+    number = 0  # of the tile among those of this workgroup
     turns = 0
     clearings = 0
     if C.turns and C.consumers - 1 == CONSUMER:
         hopper.mbarrier.arrive(turn.index(0), count=1)
-    for index in range(first_tile(seat, C.queues), count, gl.num_programs(0)):
+    while is_tile(ring, number, 4, C):
         (
             request,
             kv_head,
@@ -278,11 +277,11 @@ def consume(
             steps,
             diagonal,
             interior,
-        ) = work_of(index, step, C)
+        ) = read_record(records, number, 4, C)
         first_row = block * C.block_m + CONSUMER * C.rows
         row_scale = scale
         if C.query_copies:
-            hopper.mbarrier.wait(full_q.index(CONSUMER), parity)
+            hopper.mbarrier.wait(full_q.index(CONSUMER), number & 1)
         if C.float8:
             COPY: gl.constexpr = copy_layout(C.dim, C.ctas)
             COPY2: gl.constexpr = copy_layout(max(C.second, 16), C.ctas)
@@ -363,7 +362,6 @@ def consume(
         if C.query_copies and not C.float8:
             hopper.mbarrier.arrive(empty_q.index(CONSUMER), count=1)
         walked += steps
-        parity ^= 1
         slot = (walked - 1) % C.stages
         hopper.mbarrier.wait(full_v.index(slot), ((walked - 1) // C.stages) & 1)
         if C.window >= 0 and not C.float8:  # noqa: SIM102 (one is known when compiling)
@@ -379,6 +377,13 @@ def consume(
         b_acc = add_values(b_acc, b_v, b_shrink, C)
         hopper.mbarrier.arrive(empty_v.index(slot), count=1)
 
+        # read again: kept from above they would take registers from the walk
+        kv_head = field(records, number, 1, 4, C)
+        first_row = field(records, number, 2, 4, C) * C.block_m + CONSUMER * C.rows
+        query_start = field(records, number, 3, 4, C)
+        query_len = field(records, number, 4, 4, C)
+        hopper.mbarrier.arrive(empty_records.index(number % RECORDS), count=1)
+        number += 1
         o_token, o_head, m_row = rows_of(first_row, kv_head, query_start, query_len, C.rows, OUT_ROW, C)
         b_m = gl.convert_layout(b_m * factor_of(row_scale, C), OUT_ROW)
         b_l = gl.convert_layout(b_l, OUT_ROW)

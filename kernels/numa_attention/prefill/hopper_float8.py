@@ -20,8 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from numa_attention import scores
 from numa_attention.gluon_compat import reinterpret
 from numa_attention.prefill.hopper_rows import copy_layout, product_layout, rows_of, shares
-from numa_attention.prefill.hopper_seat import first_tile
-from numa_attention.prefill.hopper_work import work_of
+from numa_attention.prefill.hopper_tiles import RECORDS, is_tile, read_record
 
 power_of_two_below = gluon.jit(scores.power_of_two_below.fn)
 
@@ -116,11 +115,12 @@ def transpose_tile(source, target, key_low, seq_len, tile, C: gl.constexpr):
 
 
 @gluon.jit
-def transpose(raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, step, C: gl.constexpr):
+def transpose(raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C: gl.constexpr):
     """What the transposer does: the values of all tiles of this workgroup, from one ring of buffers to another."""
-    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat = step
+    records, full_records, empty_records = ring
     walked = 0
-    for index in range(first_tile(seat, C.queues), count, gl.num_programs(0)):
+    number = 0  # of the tile among those of this workgroup
+    while is_tile(ring, number, 4, C):
         (
             request,
             kv_head,
@@ -133,7 +133,8 @@ def transpose(raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, step, C: gl
             steps,
             diagonal,
             interior,
-        ) = work_of(index, step, C)
+        ) = read_record(records, number, 4, C)
+        hopper.mbarrier.arrive(empty_records.index(number % RECORDS), count=1)
         for done in range(steps):
             v_count = walked + done
             slot, phase = v_count % C.stages, (v_count // C.stages) & 1
@@ -144,6 +145,7 @@ def transpose(raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, step, C: gl
             hopper.mbarrier.arrive(full_v.index(slot), count=1)
             hopper.mbarrier.arrive(empty_raw.index(slot), count=1)
         walked += steps
+        number += 1
 
 
 @gluon.jit

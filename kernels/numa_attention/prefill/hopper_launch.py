@@ -20,6 +20,7 @@ from numa_attention.prefill.hopper_variant import (
     keep_together,
     partitions_of,
     parts_of,
+    queues_of,
     takes_float8,
 )
 from numa_attention.prefill.hopper_work import Constants
@@ -67,7 +68,7 @@ def constants_of(
         turns="turns" in words and consumers > 1,
         query_copies="copied" in words and ROWS % shape.group == 0,
         staged="staged" in words,
-        queues=variant.queues,
+        queues=queues_of(variant.form, variant.queues),
         float8=float8,
         cache_bytes=shape.kv_dtype.itemsize,
         query_parts=query_parts,
@@ -98,14 +99,18 @@ def size_of(device: torch.device) -> tuple[int, int]:
 def workgroups_of(
     shape: LayerShape, variant: Variant, batch: StepBatch, tiles: int, device: torch.device
 ) -> int:
-    """Workgroups or clusters of a launch: one a tile, or as many as run at once where the form says so and it pays."""
+    """Workgroups or clusters of a launch: one a tile, or as many as run at once where the form says so."""
+    if "persistent" not in variant.form.split():
+        return tiles
     units, l2_bytes = size_of(device)
-    blocks = batch.max_query_len * shape.group // variant.block_m
-    head_bytes = batch.max_seq_len * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
-    units = max(units // ctas_of(variant.form), 1)
-    if "persistent" in variant.form.split() and keep_together(blocks, head_bytes, units, l2_bytes):
-        return min(tiles, units)
-    return tiles
+    ctas = ctas_of(variant.form)
+    if ctas > 1:
+        # clusters take tiles in turn, and not as they get done
+        blocks = batch.max_query_len * shape.group // variant.block_m
+        head_bytes = batch.max_seq_len * (shape.head_dim + shape.head_dim_v) * shape.kv_dtype.itemsize
+        if not keep_together(blocks, head_bytes, units // ctas, l2_bytes):
+            return tiles
+    return min(tiles, max(units // ctas, 1))
 
 
 # ---- the launch ----
@@ -194,14 +199,13 @@ def prefill(
     }
     described = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
     p_lse = out if lse is None else lse
-    queues = plan.tiles if plan.queues is None else plan.queues
     integers = (
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), p_lse.stride(0), p_lse.stride(1),
         k_matrix.page_rows, k_matrix.head_rows, k_matrix.head_columns,
         v_matrix.page_rows, v_matrix.head_rows, v_matrix.head_columns, batch.block_table.stride(0),
     )  # fmt: skip
     arguments = (
-        plan.tiles, len(plan.tiles), batch.num_decodes, queues,
+        plan.tiles, len(plan.tiles), batch.num_decodes, plan.queues,
         *(make(described[tensor]) for tensor, make in maps.values()), q, out, p_lse,
         batch.block_table, batch.query_start_loc, batch.seq_lens,
         q if sinks is None else sinks, q if alibi_slopes is None else alibi_slopes,

@@ -7,8 +7,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention.gluon_compat import reinterpret, tma_load, tma_load_shared
-from numa_attention.prefill.hopper_seat import first_tile
-from numa_attention.prefill.hopper_work import QUERY_BYTES, ROWS, work_of
+from numa_attention.prefill.hopper_tiles import (
+    INDEX,
+    field,
+    leave,
+    next_tile,
+    own_domain,
+    read_record,
+    write_record,
+)
+from numa_attention.prefill.hopper_work import QUERY_BYTES, ROWS
 
 
 @gluon.jit
@@ -70,16 +78,19 @@ def copy_queries(
 
 
 @gluon.jit
-def produce(descriptors, buffers, barriers, step, places, C: gl.constexpr):
-    """What the producer does: copy queries, keys and values of all tiles of this workgroup."""
+def produce(descriptors, buffers, barriers, ring, step, places, C: gl.constexpr):
+    """What the producer does: take this workgroup's tiles, and copy their queries, keys and values."""
     queries, queries_second, keys, keys_second, values = descriptors
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
     full_q, empty_q, full_k, empty_k, full_v, empty_v = barriers
-    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat = step
+    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, queues = step
     k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns = places
+    records = ring[0]
+    own = own_domain(queues, C)
     walked = 0
-    parity = 0  # of the tiles before this one
-    for index in range(first_tile(seat, C.queues), count, gl.num_programs(0)):
+    number = 0  # of the tile among those of this workgroup
+    write_record(ring, 0, next_tile(queues, own, -1, count, C), step, C)
+    while field(records, number, 8, 1, C) > 0:
         (
             request,
             kv_head,
@@ -92,23 +103,24 @@ def produce(descriptors, buffers, barriers, step, places, C: gl.constexpr):
             steps,
             diagonal,
             interior,
-        ) = work_of(index, step, C)
-        p_table = block_table + request * block_table_stride
+        ) = read_record(records, number, 1, C)
+        p_table = block_table + request.to(gl.int64) * block_table_stride
         pages = pages_of(p_table, tile_high - 1, seq_len, C)
         k_row, k_column = kv_head * k_head_rows, kv_head * k_head_columns
         v_row, v_column = kv_head * v_head_rows, kv_head * v_head_columns
-        if C.query_copies:
-            for consumer in gl.static_range(C.consumers):
-                token = query_start + (block * C.block_m + consumer * C.rows) // C.group
-                copy_queries(
-                    queries, queries_second, buffers, full_q, empty_q, parity, token, kv_head * C.group, consumer,
-                    C,
-                )  # fmt: skip
-        # keys go one tile ahead of values: so they are needed
+        # keys go one tile ahead of values: so they are needed. The first ones go ahead of the queries too, whose
+        # buffer is in use for longer
         copy_tile(
             keys, keys_second, buffer_k, buffer_k2, full_k, empty_k, walked, pages, tile_high - 1,
             k_page_rows, k_row, k_column, C.dim, C.second, C,
         )  # fmt: skip
+        if C.query_copies:
+            for consumer in gl.static_range(C.consumers):
+                token = query_start + (block * C.block_m + consumer * C.rows) // C.group
+                copy_queries(
+                    queries, queries_second, buffers, full_q, empty_q, number & 1, token, kv_head * C.group, consumer,
+                    C,
+                )  # fmt: skip
         pages_next = pages_of(p_table, tile_high - 2, seq_len, C)
         for done in range(1, steps):
             # the block table is read a tile before its pages are asked for
@@ -128,4 +140,8 @@ def produce(descriptors, buffers, barriers, step, places, C: gl.constexpr):
             tile_high - steps, v_page_rows, v_row, v_column, C.dim_v, 0, C,
         )  # fmt: skip
         walked += steps
-        parity ^= 1
+        # late, so that a workgroup holds no tile that an idle one could compute, and yet before the others are done
+        index = next_tile(queues, own, field(records, number, INDEX, 1, C), count, C)
+        number += 1
+        write_record(ring, number, index, step, C)
+    leave(queues, C)

@@ -19,7 +19,7 @@ WORDS = {
     "ahead": "a tile's scores are multiplied with the values of the tile before, under which the softmax then runs",
     "turns": "consumers take turns at the matrix unit: one multiplies while the others exponentiate",
     "copied": "the producer copies queries, a tile ahead, where the rows of a group are evenly spaced",
-    "persistent": "one workgroup a compute unit, which computes several tiles, in launches where they keep together",
+    "persistent": "one workgroup a compute unit, which takes tiles until none is left",
     "staged": "outputs are put in order in shared memory, so that each thread writes 16 bytes",
     "roomy": "the producer gets more registers, and the consumers fewer",
     "cluster": "two workgroups divide a tile of twice the rows, and one copy of keys and values by TMA goes to both",
@@ -106,6 +106,15 @@ def ctas_of(form: str) -> int:
     return 2 if "cluster" in form.split() else 1
 
 
+def queues_of(form: str, domains: int) -> int:
+    """Queues from which workgroups take tiles: those of hardware placement, or one for all, or none.
+
+    domains: queues of hardware placement, 0 with dispatch. Where there are none, a workgroup has one tile, or clusters,
+    which cannot agree on what one of them takes, have every so-manieth.
+    """
+    return domains or int("persistent" in form.split() and ctas_of(form) == 1)
+
+
 def check_cluster(form: str, queues: int, triton: tuple[int, int] | None) -> None:
     """Raises ValueError where a form asks for clusters, and a release of Triton or hardware placement allows none."""
     if ctas_of(form) == 1:
@@ -119,7 +128,7 @@ def check_cluster(form: str, queues: int, triton: tuple[int, int] | None) -> Non
         )
     if queues:
         raise ValueError(
-            f"{NAME} with the word cluster takes no seats by hardware placement, which deals them to single "
+            f"{NAME} with the word cluster takes no tiles by hardware placement, whose queues are for single "
             f"workgroups: leave the word out, or NUMA_SWIZZLE_PLACEMENT at dispatch"
         )
 
@@ -163,7 +172,7 @@ def partitions_of(consumers: int, form: str, float8: bool) -> tuple[list[int], l
 
 
 def keep_together(blocks: int, head_bytes: int, units: int, l2_bytes: int) -> bool:
-    """Whether workgroups that each compute every `units`-th tile find the keys and values of their heads in the L2.
+    """Whether clusters that each compute every `units`-th tile find the keys and values of their heads in the L2.
 
     Some get long tiles first, others short ones: they drift apart by up to DRIFT tiles, and so work on several heads at
     a time, of `blocks` tiles and `head_bytes` bytes of keys and values each. Workgroups that the device dispatches as

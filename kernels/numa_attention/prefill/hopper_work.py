@@ -39,7 +39,7 @@ class Constants:
     turns: bool
     query_copies: bool
     staged: bool
-    queues: int  # of hardware placement, 0 for none
+    queues: int  # from which workgroups take tiles, 0 for none; see `hopper_tiles.py`
     float8: bool  # whether the cache is e4m3, and so what is multiplied
     cache_bytes: int  # of an element of keys and values
     query_parts: int  # numbers that a query is the sum of, and a probability
@@ -68,7 +68,7 @@ class Constants:
 @gluon.jit
 def work_of(index, step, C: gl.constexpr):
     """A tile of the list: where its rows are, and which KV tiles they see."""
-    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, seat = step
+    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, queues = step
     p_tile = tiles + index.to(gl.int64) * 4
     listed = gl.load(p_tile)
     kv_head = gl.load(p_tile + 1)
