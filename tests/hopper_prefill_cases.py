@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
 import torch
 
-from numa_attention.prefill.hopper_variant import FLOAT8_FORM, FORM, ROWS, ctas_of
-from numa_attention.schedule import Schedule
+from numa_attention.prefill.hopper_variant import FLOAT8_FORM, FORM, PLACES, ROWS, ctas_of
+from numa_attention.schedule import Planner, PrefillSplits, Schedule, StepBatch
 from numa_attention.topology import detect, pretend
 from numa_attention.variants import choose_prefill
 from tests.kernel_step import check_planned, make_planner, shape_of
@@ -18,11 +19,13 @@ from tests.support import LAYOUTS, PagedCase, make_paged_case, poison_left_of_wi
 
 def check_prefill(
     case: PagedCase, form: str = FORM, *, device: str = "cpu", window: int = -1, consumers: int = 2,
-    block_n: int | None = None, stages: int | None = None, planner_options: dict | None = None, **options,
+    block_n: int | None = None, stages: int | None = None, planner_options: dict | None = None,
+    splitting: random.Random | None = None, **options,
 ) -> Schedule:  # fmt: skip
     """Prefill all requests of a case with one form and compare with the reference; returns the schedule.
 
-    A few queries over a long prefix are prefilled too.
+    A few queries over a long prefix are prefilled too. splitting: draws into how many parts tiles are split, where the
+    planner would decide.
     """
     topology = detect(device) if device == "cuda" else pretend("sm_90")
     variant = choose_prefill(shape_of(case, window), topology, "triton", kernel="hopper-prefill")
@@ -41,7 +44,41 @@ def check_prefill(
         prefill_variant=variant,
         **({"extend": False} | (planner_options or {})),
     )
+    if splitting is not None:
+        split_at_random(planner, splitting)
     return check_planned(case, planner, num_decodes=0, **options)
+
+
+def split_at_random(planner: Planner, generator: random.Random) -> None:
+    """Make a planner split tiles into up to five parts, whether it pays or not, where a layer's tiles may be split."""
+
+    def split(batch: StepBatch, blocks: np.ndarray, query_lens: np.ndarray) -> PrefillSplits | None:
+        splits, block_n = planner.splits, planner.prefill_variant.block_n
+        if splits is None:
+            return None
+        table, rows, place = [], [], 0
+        requests = zip(
+            blocks.tolist(), query_lens.tolist(), batch.seq_lens[batch.num_decodes :].tolist(), strict=True
+        )
+        for request, (count, queries, keys) in enumerate(requests):
+            least = max(keys - queries, 0) if batch.causal else keys
+            parts = min(generator.randint(1, 5), max(least // block_n, 1))
+            tiles = [(head, block) for head in range(planner.shape.kv_heads) for block in range(count)]
+            if place + len(tiles) * parts > PLACES:
+                parts = 1
+            table.append((parts, place))
+            if parts > 1:
+                rows += [(request, *tile, part) for tile in tiles for part in range(1, parts)]
+                place += len(tiles) * parts
+        generator.shuffle(rows)
+        table = torch.tensor([(len(rows), 0), *table], dtype=torch.int32)
+        splits.table[: len(table)] = table.to(splits.table.device)
+        if rows:
+            rows = torch.tensor(rows, dtype=torch.int32)
+            splits.rows[PLACES - len(rows) : PLACES] = rows.to(splits.rows.device)
+        return splits
+
+    planner._split_tiles = split
 
 
 def bf16_case(*arguments, **options) -> PagedCase:
@@ -146,5 +183,6 @@ def check_random_step(
     check_prefill(
         case, layer.form, device=device, window=layer.window, stages=2 if "staged" in layer.form else None,
         # float16 has three bits more than two numbers of e4m3
-        mark=None if layer.kv_dtype is None else torch.bfloat16, **drawn, **options,
+        mark=None if layer.kv_dtype is None else torch.bfloat16,
+        splitting=generator if generator.random() < 0.5 else None, **drawn, **options,
     )  # fmt: skip

@@ -102,6 +102,9 @@ def make_planner(
         if buffers is not None:
             buffers.partial_acc.fill_(math.nan)
             buffers.partial_ml.fill_(math.nan)
+    if planner.splits is not None:
+        planner.splits.partial_acc.fill_(math.nan)
+        planner.splits.partial_ml.fill_(math.nan)
     return planner
 
 

@@ -149,6 +149,8 @@ def attend(
                 if q.device.type == "cpu":
                     if isinstance(plan, DecodeSchedule):
                         plan.arrivals.zero_()
+                    if getattr(plan, "splits", None) is not None:
+                        plan.splits.arrivals.zero_()
                     if plan.queues is not None:
                         plan.queues[: max(plan.variant.queues, 1) + 1].zero_()
                 raise

@@ -26,6 +26,7 @@ from numa_attention.jit import resolve
 from numa_attention.machine.dispatch import MIN_TILES
 from numa_attention.mapping import check_mapping
 from numa_attention.mapping import tiles as host_tiles
+from numa_attention.prefill import hopper_variant as hopper_prefill_variant
 from numa_attention.shapes import CONTIGUOUS, LayerShape, UnsupportedShape
 from numa_attention.topology import Topology, detect
 from numa_attention.variants import (
@@ -93,6 +94,44 @@ class DecodeSchedule:
 
 
 @dataclass(frozen=True)
+class PrefillSplits:
+    """What the sm_90 prefill kernel needs to split tiles; see `prefill/tile_splits.py`.
+
+    rows int32 [PLACES + tiles, 4]: the tile list with the rows of further parts before it. table int32
+    [1 + the most requests, 2]. partial_acc float32 [PLACES, block_m, head_dim_v], partial_ml float32
+    [PLACES, consumers, 2, 64]: maxima, in base 2, and sums. arrivals int32 [PLACES, consumers]: parts that have arrived
+    of the tile whose first part has the place; zero between launches.
+    """
+
+    rows: torch.Tensor
+    table: torch.Tensor
+    partial_acc: torch.Tensor
+    partial_ml: torch.Tensor
+    arrivals: torch.Tensor
+
+
+def make_splits(
+    shape: LayerShape, variant: Variant, device: torch.device | str, requests: int, tiles: int
+) -> PrefillSplits | None:
+    """Buffers for steps of so many requests and tiles at most, and the table of none split; None for other kernels."""
+    if variant.name != hopper_prefill_variant.NAME or not hopper_prefill_variant.splits_of(
+        shape, variant.form
+    ):
+        return None
+    places, rows = hopper_prefill_variant.PLACES, hopper_prefill_variant.ROWS
+    table = torch.ones(1 + requests, 2, dtype=torch.int32, device=device)
+    table[0] = 0
+    consumers = variant.block_m // rows
+    return PrefillSplits(
+        torch.empty(places + tiles, 4, dtype=torch.int32, device=device),
+        table,
+        torch.empty(places, variant.block_m, shape.head_dim_v, dtype=torch.float32, device=device),
+        torch.empty(places, consumers, 2, rows, dtype=torch.float32, device=device),
+        torch.zeros(places, consumers, dtype=torch.int32, device=device),
+    )
+
+
+@dataclass(frozen=True)
 class PrefillSchedule:
     """Tile list of the prefill launch, int32 [workgroups, 4]; see `prefill/tile_list.py`.
 
@@ -105,6 +144,7 @@ class PrefillSchedule:
     query_starts: torch.Tensor | None = None
     key_starts: torch.Tensor | None = None
     queues: torch.Tensor | None = None
+    splits: PrefillSplits | None = None
 
 
 @dataclass(frozen=True)
@@ -227,7 +267,14 @@ class Planner:
         self._starts = torch.zeros(2, max_requests + 1, dtype=torch.int32, device=self.device)
         self._prefix = torch.empty(max_requests + 1, dtype=torch.int32, device=self.device)
         tiles = shape.kv_heads * (max_tokens * shape.group // self.prefill_variant.block_m + max_requests)
-        self._tiles = torch.empty(tiles, 4, dtype=torch.int32, device=self.device)
+        self.splits = make_splits(shape, self.prefill_variant, self.device, max_requests, tiles)
+        if self.splits is None:
+            self._tiles = torch.empty(tiles, 4, dtype=torch.int32, device=self.device)
+        else:
+            self._tiles = self.splits.rows[hopper_prefill_variant.PLACES :]
+            self._unsplit = replace(self.splits, table=self.splits.table.clone())
+        self._units = topology.compute_units
+        self._split_lists: dict[tuple, Repeat] = {}  # launches of `_split_tiles`
 
     def _make_queues(self, topology: Topology) -> torch.Tensor:
         """Those of decode and of prefill; see `placement_device.take`. Raises NoDomainMap where a map is needed."""
@@ -453,7 +500,48 @@ class Planner:
                 longest_first=longest_first,
             )
             tiles[:, :3] = torch.from_numpy(rows)
-        return PrefillSchedule(variant, tiles, queues=self._queues[1])
+        return PrefillSchedule(
+            variant, tiles, queues=self._queues[1], splits=self._split_tiles(batch, blocks, query_lens)
+        )
+
+    def _split_tiles(
+        self, batch: StepBatch, blocks: np.ndarray, query_lens: np.ndarray
+    ) -> PrefillSplits | None:
+        """The parts of tiles that would take longer than all others; None for kernels that split none."""
+        variant, shape = self.prefill_variant, self.shape
+        if self.splits is None:
+            return None
+        causal = batch.causal is True
+        # what the queries see of one another alone: the lengths of cached prefixes are on the device
+        seen = query_lens // 2 if causal else query_lens
+        least_share = shape.kv_heads * int((blocks * seen).sum()) / self._units
+        if batch.max_seq_len <= max(least_share, hopper_prefill_variant.LEAST_SPLIT):
+            return self._unsplit
+        from numa_attention.prefill.tile_splits import build_on_device
+
+        given = batch.query_start_loc.data_ptr(), batch.num_decodes, len(blocks)
+        key = causal, given[0] & 15
+        repeat = self._split_lists.get(key)
+        if repeat is not None:
+            repeat(given)
+            return self.splits
+        launched = build_on_device(
+            batch.query_start_loc,
+            batch.seq_lens,
+            self.splits.table,
+            self.splits.rows,
+            batch.num_decodes,
+            len(blocks),
+            self._units,
+            kv_heads=shape.kv_heads,
+            group=shape.group,
+            block_m=variant.block_m,
+            block_n=variant.block_n,
+            causal=causal,
+        )
+        if launched.direct is not None:
+            self._split_lists[key] = Repeat(launched, ("query_start_loc", "first_request", "requests"))
+        return self.splits
 
     def _plan_prefill_by_starts(self, batch: StepBatch) -> PrefillSchedule:
         """The starts of queries and keys, computed on the device."""

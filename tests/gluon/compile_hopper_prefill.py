@@ -13,7 +13,7 @@ import torch
 from numa_attention.domain_map import SM_IDS
 from numa_attention.jit import triton_release
 from numa_attention.prefill.hopper_variant import FLOAT8_FORM, OLDEST_TRITON_WITH_CLUSTERS, SHARED_BYTES
-from numa_attention.schedule import PrefillSchedule, Schedule
+from numa_attention.schedule import PrefillSchedule, Schedule, make_splits
 from numa_attention.testing import capture, isa
 from numa_attention.testing.offline_calls import E4M3, make_call
 from numa_attention.topology import pretend
@@ -60,7 +60,12 @@ def report(layer: dict) -> dict:
             call.shape,
             "triton",
             decode=None,
-            prefill=PrefillSchedule(variant, tiles, queues=queues),
+            prefill=PrefillSchedule(
+                variant,
+                tiles,
+                queues=queues,
+                splits=make_splits(call.shape, variant, "meta", capture.REQUESTS, capture.TOKENS),
+            ),
         )
         capture.attend_once(call, schedule)
     ((_, kernel),) = captured

@@ -182,6 +182,18 @@ def test_every_tile_is_taken_once_and_stolen_only_where_none_is_left_at_home(wor
                 assert (order[tile_domains == own_domains[tile]] < order[tile]).all()
 
 
+@pytest.mark.parametrize("form", [FORM, "turns", f"{FORM} staged"])
+@pytest.mark.parametrize("workgroups", [1, 3])
+def test_split_tiles(form, workgroups):
+    """Parts of tiles, some with the diagonal and some without, merged by whoever comes last."""
+    case = bf16_case([70, 3, 40], [700, 900, 45], q_heads=4, kv_heads=2)
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1))
+    for seed in range(3):
+        splitting = random.Random(seed)
+        check(case, form, seed=seed, workgroups=workgroups, splitting=splitting, sinks=sinks)
+    check(case, form, workgroups=workgroups, splitting=random.Random(4), causal=False)
+
+
 def test_not_causal():
     check(bf16_case([30], [150]), causal=False)
 
@@ -227,11 +239,15 @@ def draw(generator: random.Random) -> None:
         options["alibi_slopes"] = 0.1 * torch.rand(case.q.shape[1], generator=numbers)
     if generator.random() < 0.2:
         options["soft_cap"] = 5.0
+    splitting = random.Random(generator.randrange(1 << 30)) if generator.random() < 0.5 else None
     order = generator.randrange(1 << 30)
     print(
         f"lengths {lengths}, contexts {contexts}, window {window}, {form}, {tile}, {list(options)}, seed {order}"
     )
-    check(case, form, window=window, workgroups=generator.randint(1, 3), seed=order, **tile, **options)
+    check(
+        case, form, window=window, workgroups=generator.randint(1, 3), seed=order, splitting=splitting, **tile,
+        **options,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("part", range(5))

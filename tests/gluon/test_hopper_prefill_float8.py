@@ -125,7 +125,9 @@ def test_random_steps():
         )  # fmt: skip
         order = generator.randrange(1 << 30)
         print(f"lengths {lengths}, {totals}, window {window}, {options}, {form}, {tile}, seed {order}")
-        check(case, form, window=window, seed=order, mark=mark_of(form), **tile)
+        check(
+            case, form, window=window, seed=order, mark=mark_of(form), splitting=generator, **tile
+        )  # fmt: skip
 
 
 ARRIVE, WAIT = "hopper.mbarrier.arrive", "hopper.mbarrier.wait"

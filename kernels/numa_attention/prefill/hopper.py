@@ -29,13 +29,17 @@ from numa_attention.prefill.hopper_tiles import allocate_records
 
 @gluon.jit(
     do_not_specialize=["first_request", "count"],
-    do_not_specialize_on_alignment=["tiles", "queues", *ANY_ALIGNMENT],
+    do_not_specialize_on_alignment=["tiles", "queues", "splits", *ANY_ALIGNMENT],
 )
 def prefill_kernel(
     tiles,  # int32 [count, 4]: request, KV head, query block
     count,
     first_request,
     queues,  # int32 [C.queues + 1], and the domains of SM ids with hardware placement; see hopper_tiles.next_tile
+    splits,  # int32 [1 + requests, 2] with C.splits; see tile_splits.py
+    partial_acc,  # and the workspace of parts; see hopper_parts.py
+    partial_ml,
+    arrivals,
     queries,  # descriptor of q for boxes [tokens, group, dim], and the one for its second part
     queries_second,
     keys,  # descriptor of the keys, a matrix, for boxes [chunk, dim], and the one for its second part
@@ -132,8 +136,19 @@ def prefill_kernel(
     raw_buffers = raw_queries + (buffer_k, buffer_k2, raw_v)
     raw_barriers = (full_q, empty_q, full_k, empty_k, full_raw, empty_raw)
     ring = allocate_records(C)
-    step = (tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, queues)
+    step = (
+        tiles,
+        count,
+        first_request,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        block_table_stride,
+        queues,
+        splits,
+    )
     descriptors = (queries, queries_second, keys, keys_second, values)
+    partial = (partial_acc, partial_ml, arrivals)
     places = (k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns)
     arguments = (q, out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap)
     strides = (
@@ -148,7 +163,7 @@ def prefill_kernel(
     if C.float8 and C.consumers == 1:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 0, C)),
+                (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 0, C)),
                 (transpose, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
                 (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
@@ -158,8 +173,8 @@ def prefill_kernel(
     elif C.float8 and C.consumers == 2:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 0, C)),
-                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 1, C)),
+                (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 0, C)),
+                (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 1, C)),
                 (transpose, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
                 (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
@@ -169,7 +184,7 @@ def prefill_kernel(
     elif C.consumers == 1:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 0, C)),
+                (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 0, C)),
                 (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,
@@ -178,8 +193,8 @@ def prefill_kernel(
     elif C.consumers == 2:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 0, C)),
-                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 1, C)),
+                (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 0, C)),
+                (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 1, C)),
                 (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,
@@ -188,9 +203,9 @@ def prefill_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 0, C)),
-                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 1, C)),
-                (consume, (arguments, strides, buffers, raw_queries, barriers, ring, 2, C)),
+                (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 0, C)),
+                (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 1, C)),
+                (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 2, C)),
                 (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,

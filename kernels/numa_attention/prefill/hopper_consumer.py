@@ -15,8 +15,21 @@ from numa_attention.prefill.hopper_float8 import (
     load_rows,
     quantise_queries,
 )
+from numa_attention.prefill.hopper_parts import merge_parts
 from numa_attention.prefill.hopper_rows import copy_layout, product_layout, rows_of
-from numa_attention.prefill.hopper_tiles import RECORDS, field, is_tile, read_record
+from numa_attention.prefill.hopper_tiles import (
+    BLOCK,
+    KV_HEAD,
+    PART_PLACE,
+    QUERY_LEN,
+    QUERY_START,
+    RECORDS,
+    TILE_PART,
+    TILE_PARTS,
+    field,
+    is_tile,
+    read_record,
+)
 
 # the scoring rule is that of all kernels: these are its plain-Triton functions, compiled by Gluon
 score_tile = gluon.jit(scores.score_tile.fn)
@@ -240,7 +253,7 @@ def walk(
 
 @gluon.jit
 def consume(
-    arguments, strides, buffers, raw_queries, barriers, ring, CONSUMER: gl.constexpr, C: gl.constexpr
+    arguments, strides, partial, buffers, raw_queries, barriers, ring, CONSUMER: gl.constexpr, C: gl.constexpr
 ):
     """What a consumer does: attention of its rows of all tiles of this workgroup."""
     q, out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap = arguments
@@ -377,16 +390,24 @@ def consume(
         b_acc = add_values(b_acc, b_v, b_shrink, C)
         hopper.mbarrier.arrive(empty_v.index(slot), count=1)
 
-        # read again: kept from above they would take registers from the walk
-        kv_head = field(records, number, 1, 4, C)
-        first_row = field(records, number, 2, 4, C) * C.block_m + CONSUMER * C.rows
-        query_start = field(records, number, 3, 4, C)
-        query_len = field(records, number, 4, 4, C)
-        hopper.mbarrier.arrive(empty_records.index(number % RECORDS), count=1)
-        number += 1
-        o_token, o_head, m_row = rows_of(first_row, kv_head, query_start, query_len, C.rows, OUT_ROW, C)
         b_m = gl.convert_layout(b_m * factor_of(row_scale, C), OUT_ROW)
         b_l = gl.convert_layout(b_l, OUT_ROW)
+        # read again: kept from above they would take registers from the walk
+        kv_head = field(records, number, KV_HEAD, 4, C)
+        first_row = field(records, number, BLOCK, 4, C) * C.block_m + CONSUMER * C.rows
+        query_start = field(records, number, QUERY_START, 4, C)
+        query_len = field(records, number, QUERY_LEN, 4, C)
+        part = field(records, number, TILE_PART, 4, C)
+        parts = field(records, number, TILE_PARTS, 4, C)
+        place = field(records, number, PART_PLACE, 4, C)
+        hopper.mbarrier.arrive(empty_records.index(number % RECORDS), count=1)
+        number += 1
+        if C.splits:  # noqa: SIM102 (one is known when compiling)
+            if parts > 1:
+                last, b_m, b_l, b_acc = merge_parts(b_m, b_l, b_acc, partial, place, part, parts, CONSUMER, C)
+                # nobody writes a part's output
+                query_len = gl.where(last, query_len, 0)
+        o_token, o_head, m_row = rows_of(first_row, kv_head, query_start, query_len, C.rows, OUT_ROW, C)
         if C.float8:
             b_acc = b_acc * (1.0 / PROBABILITY_SCALE)
             b_l = b_l * (1.0 / PROBABILITY_SCALE)

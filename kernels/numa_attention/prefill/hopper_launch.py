@@ -21,6 +21,7 @@ from numa_attention.prefill.hopper_variant import (
     partitions_of,
     parts_of,
     queues_of,
+    splits_of,
     takes_float8,
 )
 from numa_attention.prefill.hopper_work import Constants
@@ -68,6 +69,7 @@ def constants_of(
         turns="turns" in words and consumers > 1,
         query_copies="copied" in words and ROWS % shape.group == 0,
         staged="staged" in words,
+        splits=splits_of(shape, variant.form),
         queues=queues_of(variant.form, variant.queues),
         float8=float8,
         cache_bytes=shape.kv_dtype.itemsize,
@@ -199,13 +201,18 @@ def prefill(
     }
     described = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
     p_lse = out if lse is None else lse
+    splits = plan.splits
+    if splits is None:
+        rows, parts = plan.tiles, (plan.tiles,) * 4
+    else:
+        rows, parts = splits.rows, (splits.table, splits.partial_acc, splits.partial_ml, splits.arrivals)
     integers = (
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), p_lse.stride(0), p_lse.stride(1),
         k_matrix.page_rows, k_matrix.head_rows, k_matrix.head_columns,
         v_matrix.page_rows, v_matrix.head_rows, v_matrix.head_columns, batch.block_table.stride(0),
     )  # fmt: skip
     arguments = (
-        plan.tiles, len(plan.tiles), batch.num_decodes, plan.queues,
+        rows, len(plan.tiles), batch.num_decodes, plan.queues, *parts,
         *(make(described[tensor]) for tensor, make in maps.values()), q, out, p_lse,
         batch.block_table, batch.query_start_loc, batch.seq_lens,
         q if sinks is None else sinks, q if alibi_slopes is None else alibi_slopes,

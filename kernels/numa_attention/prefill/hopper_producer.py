@@ -7,8 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention.gluon_compat import reinterpret, tma_load, tma_load_shared
+from numa_attention.prefill import hopper_variant
 from numa_attention.prefill.hopper_tiles import (
     INDEX,
+    STEPS,
     field,
     leave,
     next_tile,
@@ -17,6 +19,8 @@ from numa_attention.prefill.hopper_tiles import (
     write_record,
 )
 from numa_attention.prefill.hopper_work import QUERY_BYTES, ROWS
+
+PLACES = gl.constexpr(hopper_variant.PLACES)
 
 
 @gluon.jit
@@ -83,14 +87,40 @@ def produce(descriptors, buffers, barriers, ring, step, places, C: gl.constexpr)
     queries, queries_second, keys, keys_second, values = descriptors
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
     full_q, empty_q, full_k, empty_k, full_v, empty_v = barriers
-    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, queues = step
+    (
+        tiles,
+        count,
+        first_request,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        block_table_stride,
+        queues,
+        splits,
+    ) = step
+    if C.splits:
+        # rows of further parts stand before the others, as many as there are
+        further = gl.load(splits)
+        tiles += (PLACES - further) * 4
+        count += further
+    step = (
+        tiles,
+        count,
+        first_request,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        block_table_stride,
+        queues,
+        splits,
+    )
     k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns = places
     records = ring[0]
     own = own_domain(queues, C)
     walked = 0
     number = 0  # of the tile among those of this workgroup
     write_record(ring, 0, next_tile(queues, own, -1, count, C), step, C)
-    while field(records, number, 8, 1, C) > 0:
+    while field(records, number, STEPS, 1, C) > 0:
         (
             request,
             kv_head,

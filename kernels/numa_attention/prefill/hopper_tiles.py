@@ -26,8 +26,17 @@ from numa_attention.prefill.hopper_work import work_of
 
 READ_SM = gl.constexpr(SM_ID)
 RECORDS = gl.constexpr(2)  # the tile at hand and the next one
-FIELDS = gl.constexpr(16)  # places of a record, of which one more than `work_of` has fields is used
-INDEX = gl.constexpr(11)
+FIELDS = gl.constexpr(16)  # of a record: those of `work_of`, and the tile's place in the list
+KV_HEAD = gl.constexpr(1)
+BLOCK = gl.constexpr(2)
+QUERY_START = gl.constexpr(3)
+QUERY_LEN = gl.constexpr(4)
+STEPS = gl.constexpr(8)
+WALK_FIELDS = gl.constexpr(11)  # what nobody needs before the walk is over comes behind them
+TILE_PART = gl.constexpr(11)
+TILE_PARTS = gl.constexpr(12)
+PART_PLACE = gl.constexpr(13)
+INDEX = gl.constexpr(14)
 
 
 # ---- the queues ----
@@ -71,7 +80,7 @@ def next_tile(queues, own, index, count, C: gl.constexpr):
 @gluon.jit
 def leave(queues, C: gl.constexpr):
     """Say that this workgroup takes no more. The last one to say it leaves the queues as the next launch wants them."""
-    if C.queues > 0:
+    if C.queues > 0:  # noqa: SIM102 (one is known when compiling)
         if gl.atomic_add(queues + C.queues, 1, sem="relaxed", scope="gpu") == gl.num_programs(0) - 1:
             for queue in range(C.queues + 1):
                 gl.store(queues + queue, 0)
@@ -117,48 +126,24 @@ def write_record(ring, number, index, step, C: gl.constexpr):
     """Write tile `index` of the list as a workgroup's number-th; one of no KV tiles where there is no such tile."""
     records, full, empty = ring
     slot = number % RECORDS
-    is_tile = index < step[1]
-    (
-        request,
-        kv_head,
-        block,
-        query_start,
-        query_len,
-        seq_len,
-        key_low,
-        tile_high,
-        steps,
-        diagonal,
-        interior,
-    ) = work_of(gl.minimum(index, step[1] - 1), step, C)
-    steps = gl.where(is_tile, steps, 0)
-    fields = (
-        request.to(gl.int32), kv_head, block, query_start, query_len, seq_len, key_low, tile_high, steps, diagonal,
-        interior, index,
-    )  # fmt: skip
+    fields = work_of(gl.minimum(index, step[1] - 1), step, C) + (index,)
     hopper.mbarrier.wait(empty.index(slot), ((number // RECORDS) & 1) ^ 1)
     LAYOUT: gl.constexpr = record_layout(1, C.ctas)
     for i in gl.static_range(INDEX + 1):
-        records.index(slot * FIELDS + i).store(gl.full([1], 0, gl.int32, LAYOUT) + fields[i])
+        value = fields[i].to(gl.int32)
+        if i == STEPS:
+            value = gl.where(index < step[1], value, 0)
+        records.index(slot * FIELDS + i).store(gl.full([1], 0, gl.int32, LAYOUT) + value)
     hopper.mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
 def read_record(records, number, WARPS: gl.constexpr, C: gl.constexpr):
-    """What `work_of` says of a workgroup's number-th tile."""
-    return (
-        field(records, number, 0, WARPS, C),
-        field(records, number, 1, WARPS, C),
-        field(records, number, 2, WARPS, C),
-        field(records, number, 3, WARPS, C),
-        field(records, number, 4, WARPS, C),
-        field(records, number, 5, WARPS, C),
-        field(records, number, 6, WARPS, C),
-        field(records, number, 7, WARPS, C),
-        field(records, number, 8, WARPS, C),
-        field(records, number, 9, WARPS, C),
-        field(records, number, 10, WARPS, C),
-    )
+    """What `work_of` says of a workgroup's number-th tile, as far as its walk needs it."""
+    fields = ()
+    for i in gl.static_range(WALK_FIELDS):
+        fields = fields + (field(records, number, i, WARPS, C),)
+    return fields
 
 
 @gluon.jit
@@ -166,4 +151,4 @@ def is_tile(ring, number, WARPS: gl.constexpr, C: gl.constexpr):
     """Wait for a workgroup's number-th record. Whether it is a tile: after one that is none comes no other."""
     records, full, empty = ring
     hopper.mbarrier.wait(full.index(number % RECORDS), (number // RECORDS) & 1)
-    return field(records, number, 8, WARPS, C) > 0
+    return field(records, number, STEPS, WARPS, C) > 0

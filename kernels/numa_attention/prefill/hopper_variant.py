@@ -32,6 +32,10 @@ FLOAT8_WORDS = {
 }
 FORM = "ahead copied persistent"
 FLOAT8_FORM = "ahead turns copied persistent"
+# of tiles that are split: parts for which the workspace has room, and further rows of the list
+PLACES = 256
+LEAST_PART = 2048  # keys
+LEAST_SPLIT = 2 * LEAST_PART
 SHARED_BYTES = 227 << 10
 BARRIER_BYTES = 1 << 10
 # tiles, half a walk over the costs of a causal head's blocks: 128/128 heads, 16,384 tokens, 132 SMs
@@ -113,6 +117,11 @@ def queues_of(form: str, domains: int) -> int:
     which cannot agree on what one of them takes, have every so-manieth.
     """
     return domains or int("persistent" in form.split() and ctas_of(form) == 1)
+
+
+def splits_of(shape: LayerShape, form: str) -> bool:
+    """Whether tiles of a layer may be split: not by clusters, nor where a window bounds how long tiles take."""
+    return shape.window < 0 and ctas_of(form) == 1
 
 
 def check_cluster(form: str, queues: int, triton: tuple[int, int] | None) -> None:

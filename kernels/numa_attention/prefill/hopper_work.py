@@ -39,6 +39,7 @@ class Constants:
     turns: bool
     query_copies: bool
     staged: bool
+    splits: bool  # whether tiles may be split; see `tile_splits.py`
     queues: int  # from which workgroups take tiles, 0 for none; see `hopper_tiles.py`
     float8: bool  # whether the cache is e4m3, and so what is multiplied
     cache_bytes: int  # of an element of keys and values
@@ -67,8 +68,18 @@ class Constants:
 
 @gluon.jit
 def work_of(index, step, C: gl.constexpr):
-    """A tile of the list: where its rows are, and which KV tiles they see."""
-    tiles, count, first_request, query_start_loc, seq_lens, block_table, block_table_stride, queues = step
+    """A tile of the list or a part of one: where its rows are, and which of the KV tiles that they see it walks."""
+    (
+        tiles,
+        count,
+        first_request,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        block_table_stride,
+        queues,
+        splits,
+    ) = step
     p_tile = tiles + index.to(gl.int64) * 4
     listed = gl.load(p_tile)
     kv_head = gl.load(p_tile + 1)
@@ -98,8 +109,24 @@ def work_of(index, step, C: gl.constexpr):
     tile_diagonal = gl.minimum(gl.maximum(all_see_high, 0) // C.block_n, tile_high)
     # steps of the walk: 0 and those before `diagonal` masked, those before `interior` not, the rest masked again
     steps = tile_high - tile_low
-    diagonal = gl.minimum(gl.maximum(tile_high - tile_diagonal, 1), steps)
-    interior = gl.minimum(gl.maximum(tile_high - tile_interior, diagonal), steps)
+    diagonal = tile_high - tile_diagonal
+    interior = tile_high - tile_interior
+    part = block * 0
+    parts = part + 1
+    place = part
+    if C.splits:
+        part = gl.load(p_tile + 3)
+        p_split = splits + 2 + 2 * gl.maximum(listed, 0)
+        parts = gl.load(p_split)
+        blocks = (query_len * C.group + C.block_m - 1) // C.block_m
+        place = gl.load(p_split + 1) + (kv_head * blocks + block) * parts + part
+        skipped = steps * part // parts
+        steps = steps * (part + 1) // parts - skipped
+        tile_high -= skipped
+        diagonal -= skipped
+        interior -= skipped
+    diagonal = gl.minimum(gl.maximum(diagonal, 1), steps)
+    interior = gl.minimum(gl.maximum(interior, diagonal), steps)
     return (
         request,
         kv_head,
@@ -112,4 +139,7 @@ def work_of(index, step, C: gl.constexpr):
         steps,
         diagonal,
         interior,
+        part,
+        parts,
+        place,
     )

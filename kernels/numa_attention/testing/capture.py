@@ -169,9 +169,8 @@ def compile_call(call: Call, generation: str, step: str, **tile: int | str) -> l
         decode = replace(chosen, variant=variant)
     elif step == "prefill":
         variant = replace(planner.prefill_variant, **tile)
-        prefill = PrefillSchedule(
-            variant, _empty(TOKENS, 4, dtype=torch.int32), queues=_empty(2, dtype=torch.int32)
-        )
+        tiles, queues = _empty(TOKENS, 4, dtype=torch.int32), _empty(2, dtype=torch.int32)
+        prefill = PrefillSchedule(variant, tiles, queues=queues, splits=planner.splits)
     with compiling_for(generation) as captured:
         if step == "plan":
             planner.plan(batch)
