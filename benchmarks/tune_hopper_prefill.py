@@ -6,9 +6,9 @@
 
 A candidate is consumers of a workgroup x KV tokens of a tile x buffers, and the words of its form
 (prefill/hopper_variant.py). First all are checked at once on small odd steps, of which unused memory is NaN, against a
-float64 reference; this compiles them too. Those that are right are then timed by graph replay, one after the other.
-Each candidate has a process of its own, which is stopped when it takes too long, so that one that hangs or fails costs
-no more. Figures are printed as they come.
+float64 reference; this compiles them too. Those that are right are then timed by graph replay, each in turns with
+FlashAttention-3, so that both have the same clocks: compare the ratios. Each candidate has a process of its own, which
+is stopped when it takes too long, so that one that hangs or fails costs no more. Figures are printed as they come.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from numa_attention.topology import detect  # noqa: E402
 from numa_attention.variants import Variant, choose_prefill  # noqa: E402
 from vllm_numa_backend.bench.cases import Case, make_tensors, prefill_cases  # noqa: E402
 from vllm_numa_backend.bench.contestants import flash_attention_3, is_fp8, ours  # noqa: E402
-from vllm_numa_backend.bench.timing import time_calls  # noqa: E402
+from vllm_numa_backend.bench.timing import time_in_turns  # noqa: E402
 
 CANDIDATES = (
     "2x128x2 ahead turns copied persistent",
@@ -78,7 +78,7 @@ FLOAT8_CANDIDATES = (
 )
 # the first one leaves what others are compared with: over a float8 cache that which rounds neither queries nor
 # probabilities to float8
-PEERS = {"auto": ("FA3", "portable"), "fp8": ("portable", "FA3")}
+PEERS = {"auto": ("FA3", "portable-prefill"), "fp8": ("portable-prefill", "FA3")}
 CHECK_SECONDS = 100
 TIME_SECONDS = 60
 PASS_MARK = 1e-2  # ||out - reference|| / ||reference||, of bfloat16
@@ -176,12 +176,15 @@ def measure(text: str, cases: dict[int, Case], folder: Path) -> None:
                 "portable-prefill",
                 hopper_variant.NAME,
             }
-            if text not in ("FA3", "portable"):
+            if text not in ("FA3", "portable-prefill"):
                 right &= set(runner.ran) == {hopper_variant.NAME}
-            seconds = time_calls(call, 1)
+            seconds, peer = time_in_turns([call, flash_attention_3(tensors)], 1)
             print(
                 json.dumps(
-                    dict(row=number, ms=seconds * 1e3, tflops=case.flops / seconds / 1e12, error=error, right=right)
+                    dict(
+                        row=number, ms=seconds * 1e3, tflops=case.flops / seconds / 1e12, ratio=peer / seconds,
+                        error=error, right=right,
+                    )
                 ),
                 flush=True,
             )  # fmt: skip
@@ -196,8 +199,9 @@ def measure(text: str, cases: dict[int, Case], folder: Path) -> None:
 def contestant(text: str, case: Case, tensors) -> Callable[[int], None]:
     if text == "FA3":
         return flash_attention_3(tensors)
-    if text == "portable":
-        return ours(tensors)[0]
+    if text == "portable-prefill":
+        variant = choose_prefill(case.shape, detect("cuda"), "triton", kernel=text)
+        return ours(tensors, prefill_variant=variant)[0]
     return ours(tensors, prefill_variant=candidate_of(text, case.shape))[0]
 
 
@@ -268,17 +272,18 @@ def main(
                 if "failed" in line:
                     print(f"{name} | {case.name}: FAILED {line['failed']}", flush=True)
                     continue
-                results.setdefault(name, {})[line["row"]] = line["tflops"] if line["right"] else math.nan
+                results.setdefault(name, {})[line["row"]] = line["ratio"] if line["right"] else math.nan
                 print(
                     f"{name} | {case.name}: {line['tflops']:.0f} TFLOP/s, {line['ms']:.3f} ms, "
+                    f"{line['ratio']:.2f} x FA3, "
                     f"error {line['error']:.1e}{'' if line['right'] else ' WRONG'}",
                     flush=True,
                 )
             if became != "done":
                 print(f"{name}: {became}\n{errors}", flush=True)
-    print("\nTFLOP/s by row: " + "; ".join(case.name for case in cases.values()))
+    print("\nx FA3 by row: " + "; ".join(case.name for case in cases.values()))
     for name, row in sorted(results.items(), key=lambda item: -sum(filter(math.isfinite, item[1].values()))):
-        print(" ".join(f"{row.get(number, math.nan):6.0f}" for number in cases), name)
+        print(" ".join(f"{row.get(number, math.nan):5.2f}" for number in cases), name)
 
 
 def chosen_cases(rows: str, head_dim: int, kv_dtype: str) -> dict[int, Case]:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 LAYERS = SINGLE_LAYERS | CLUSTER_LAYERS
 THREADS = 384  # two consumers and the producer, each in a warpgroup
 # accesses to spilled registers, between loops and in the producer: once or twice a tile of the list
-SPILLS = 300
+SPILLS = 500
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,13 @@ def test_resources(reports, name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_who_asks_where_it_runs(reports, name):
+def test_who_asks_where_it_runs_and_counts_tiles(reports, name):
     placed = "placement" in LAYERS[name]
     assert reports[name]["whole"].get("domain read", 0) == placed
-    # one takes a seat, one counts who has one
-    assert reports[name]["whole"].get("atomic", 0) == 2 * placed
+    cluster, split = "cluster" in LAYERS[name], "window" not in LAYERS[name]
+    # the next tile (with hardware placement also the first one), the end of the list, and a consumer's parts of tiles
+    expected = 0 if cluster else 2 + placed + 2 * split
+    assert reports[name]["whole"].get("atomic", 0) == expected
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -84,7 +86,7 @@ def test_two_workgroups_a_tile(reports, name):
     assert count(pair["loop"], "SYNCS.ARRIVE.TRANS64.RED") == 2, "buffers are released to the first workgroup"
     assert not count(pair["loop"], "UCGABAR"), "workgroups meet at mbarriers in the main loop"
     assert sum(pair["loop"].values()) <= sum(alone["loop"].values()) + 8
-    assert pair["resources"]["shared"] == alone["resources"]["shared"]
+    assert pair["resources"]["shared"] <= alone["resources"]["shared"]
 
 
 @pytest.mark.parametrize("name", FLOAT8_LAYERS)

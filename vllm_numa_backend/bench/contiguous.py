@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +73,7 @@ def measure_contiguous(
     *,
     device: torch.device | str = "cuda",
     peer: Callable[..., torch.Tensor] = cudnn,
-    timer: Callable[[Callable[[], object]], float] = time_few,
+    timer: Callable[[Sequence[Callable[[], object]]], list[float]] = time_few,
 ) -> ContiguousRow:
     """Time one case after comparing the results.
 
@@ -98,4 +98,4 @@ def measure_contiguous(
     if not error <= AGREEMENT:
         raise WrongResult(f"{case.name}: our output is {error:.1e} away from cuDNN's")
     del found, right
-    return ContiguousRow(case, variant, timer(ours), timer(lambda: peer(q, k, v, case.causal)))
+    return ContiguousRow(case, variant, *timer([ours, lambda: peer(q, k, v, case.causal)]))

@@ -149,11 +149,12 @@ def study(
 
 
 def _time_layer(layer, of_layer, found, topology, device, kernels, kernel, end, progress) -> None:
-    """Time every way of one layer; all of them must give the same bits."""
+    """Time every way of one layer, in turns; all of them must give the same bits."""
     qkv, out, first = tensors_of(layer, device), None, None
+    launches: dict[str, Callable[[], None]] = {}
     for point in of_layer:
         if time.monotonic() > end:
-            return
+            break
         row = found[point.name]
         out = torch.full((*qkv[0].shape[:3], layer.head_dim_v), math.nan, device=device, dtype=torch.bfloat16)
         try:
@@ -173,17 +174,24 @@ def _time_layer(layer, of_layer, found, topology, device, kernels, kernel, end, 
                 first = out
             elif not torch.equal(out, first):
                 raise WrongResult("its output differs from that of the first mapping")
-            row.seconds = time_few(launch) if device.type == "cuda" else _cpu_seconds(launch)
-            row.tflops, row.note = layer.flops / row.seconds / 1e12, ""
+            launches[point.name] = launch
         except Exception as failure:  # one way that fails must not end the study
             row.note = f"{type(failure).__name__}: {(str(failure).strip().splitlines() or [''])[0]}"
+            progress(row)
+    timer = time_few if device.type == "cuda" else _cpu_seconds
+    for name, seconds in zip(launches, timer(list(launches.values())), strict=True):
+        row = found[name]
+        row.seconds, row.tflops, row.note = seconds, layer.flops / seconds / 1e12, ""
         progress(row)
 
 
-def _cpu_seconds(launch: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    launch()
-    return time.perf_counter() - start
+def _cpu_seconds(launches: list[Callable[[], None]]) -> list[float]:
+    times = []
+    for launch in launches:
+        start = time.perf_counter()
+        launch()
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def _count(some, found, kernel, metrics, timeout, progress) -> dict[str, str] | None:

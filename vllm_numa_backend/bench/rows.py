@@ -13,7 +13,7 @@ from numa_attention.variants import Variant, choose_decode, choose_prefill
 from vllm_numa_backend.bench.cases import MAX_DECODE_QUERY, Case, make_tensors
 from vllm_numa_backend.bench.contestants import flash_attention_3, is_fp8, ours, triton_attn
 from vllm_numa_backend.bench.mixed import MixedCase, make_mixed_tensors
-from vllm_numa_backend.bench.timing import time_calls
+from vllm_numa_backend.bench.timing import time_in_turns
 
 # ||ours - FA3|| / ||FA3||; FA3 quantises queries and probabilities where the cache is float8, we do not
 AGREEMENT = {False: 1e-2, True: 6e-2}
@@ -77,11 +77,8 @@ def measure(case: Case, with_triton: bool = True, kernel: str | None = None) -> 
         raise WrongResult(f"{case.name}: our output is {error:.1e} away from FlashAttention-3's")
     if dict(runner.ran) != dict.fromkeys(variants, 1):
         raise WrongResult(f"{case.name}: the schedule names {variants}, but {dict(runner.ran)} ran")
-    seconds = time_calls(call, copies)
-    peer_seconds = time_calls(peer, copies)
-    triton_seconds = None
-    if with_triton:
-        triton_seconds = min(time_calls(one, copies) for one in triton_attn(tensors).values())
+    others = list(triton_attn(tensors).values()) if with_triton else []
+    seconds, peer_seconds, *of_triton = time_in_turns([call, peer, *others], copies)
     del tensors
     torch.cuda.empty_cache()
-    return Row(case, ", ".join(variants), seconds, peer_seconds, triton_seconds)
+    return Row(case, ", ".join(variants), seconds, peer_seconds, min(of_triton, default=None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,48 +16,70 @@ def time_calls(call: Callable[[int], None], copies: int) -> float:
 
     The calls are captured in one graph, which is replayed REPLAYS times and timed with device events.
     """
+    return time_in_turns([call], copies)[0]
+
+
+def time_in_turns(calls: Sequence[Callable[[int], None]], copies: int) -> list[float]:
+    """The same for several contestants, whose graphs are replayed in turns.
+
+    A device that draws all the power it may slows its clock, for as long as a moment and whoever runs then: so each
+    contestant is timed under the clocks that all of them together leave.
+    """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for copy in range(copies):
-            call(copy)
-        stream.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for copy in range(copies):
-            call(copy)
-        end.record()
-        end.synchronize()
-        rounds = max(1, min(50, round(GRAPH_SECONDS * 1e3 / max(start.elapsed_time(end), 1e-3))))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(rounds):
-                for copy in range(copies):
-                    call(copy)
-        graph.replay()
-        stream.synchronize()
-        times = []
-        for _ in range(REPLAYS):
-            start.record()
+        graphs = [_capture(call, copies, stream) for call in calls]
+        for graph, _ in graphs:
             graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / (rounds * copies))
-    return statistics.median(times)
+        stream.synchronize()
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(REPLAYS):
+            for (graph, count), own in zip(graphs, times, strict=True):
+                own.append(_seconds(graph.replay) / count)
+    return [statistics.median(own) for own in times]
 
 
-def time_few(call: Callable[[], None], seconds: float = 0.3, most: int = 20) -> float:
-    """Median seconds of one call, for calls long enough that their launch does not count: at least one is timed.
+def _capture(
+    call: Callable[[int], None], copies: int, stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of calls that takes about GRAPH_SECONDS, and how many they are."""
+    for copy in range(copies):
+        call(copy)
+    stream.synchronize()
 
-    As many as `seconds` have room for, after one that warms up.
-    """
+    def once() -> None:
+        for copy in range(copies):
+            call(copy)
+
+    rounds = max(1, min(50, round(GRAPH_SECONDS / max(_seconds(once), 1e-6))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(rounds):
+            once()
+    return graph, rounds * copies
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Seconds that the device takes for some work."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times: list[float] = []
-    call()
-    torch.cuda.synchronize()
-    while not times or (len(times) < most and sum(times) + times[-1] <= seconds):
-        start.record()
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def time_few(calls: Sequence[Callable[[], object]], seconds: float = 0.3, most: int = 20) -> list[float]:
+    """Median seconds of a call of each contestant, for calls so long that their launch does not count.
+
+    They take turns, as in `time_in_turns`, as often as `seconds` each have room for, but once at least.
+    """
+    if not calls:
+        return []
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
         call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    torch.cuda.synchronize()
+    while not times[0] or (len(times[0]) < most and max(sum(own) + own[-1] for own in times) <= seconds):
+        for call, own in zip(calls, times, strict=True):
+            own.append(_seconds(call))
+    return [statistics.median(own) for own in times]
