@@ -103,8 +103,8 @@ def make_planner(
             buffers.partial_acc.fill_(math.nan)
             buffers.partial_ml.fill_(math.nan)
     if planner.splits is not None:
-        planner.splits.partial_acc.fill_(math.nan)
-        planner.splits.partial_ml.fill_(math.nan)
+        planner.splits.partial.fill_(math.nan)
+        planner.splits.counts.zero_()
     return planner
 
 

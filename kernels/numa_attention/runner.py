@@ -150,7 +150,7 @@ def attend(
                     if isinstance(plan, DecodeSchedule):
                         plan.arrivals.zero_()
                     if getattr(plan, "splits", None) is not None:
-                        plan.splits.arrivals.zero_()
+                        plan.splits.counts.zero_()
                     if plan.queues is not None:
                         plan.queues[: max(plan.variant.queues, 1) + 1].zero_()
                 raise

@@ -98,16 +98,23 @@ class PrefillSplits:
     """What the sm_90 prefill kernel needs to split tiles; see `prefill/tile_splits.py`.
 
     rows int32 [PLACES + tiles, 4]: the tile list with the rows of further parts before it. table int32
-    [1 + the most requests, 2]. partial_acc float32 [PLACES, block_m, head_dim_v], partial_ml float32
-    [PLACES, consumers, 2, 64]: maxima, in base 2, and sums. arrivals int32 [PLACES, consumers]: parts that have arrived
-    of the tile whose first part has the place; zero between launches.
+    [1 + the most requests, 2]. partial float32 [PLACES, consumers, head_dim_v + 3, 64], of each part and consumer:
+    maxima, in base 2, sums, a count, and the accumulator [64, head_dim_v].
+
+    It is one tensor because a consumer has no registers to spare for the address of another.
     """
 
     rows: torch.Tensor
     table: torch.Tensor
-    partial_acc: torch.Tensor
-    partial_ml: torch.Tensor
-    arrivals: torch.Tensor
+    partial: torch.Tensor
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int32 [PLACES, consumers]: parts that have arrived of the tile whose first part has the place.
+
+        Zero between launches.
+        """
+        return self.partial.view(torch.int32)[:, :, 2, 0]
 
 
 def make_splits(
@@ -125,9 +132,7 @@ def make_splits(
     return PrefillSplits(
         torch.empty(places + tiles, 4, dtype=torch.int32, device=device),
         table,
-        torch.empty(places, variant.block_m, shape.head_dim_v, dtype=torch.float32, device=device),
-        torch.empty(places, consumers, 2, rows, dtype=torch.float32, device=device),
-        torch.zeros(places, consumers, dtype=torch.int32, device=device),
+        torch.zeros(places, consumers, shape.head_dim_v + 3, rows, dtype=torch.float32, device=device),
     )
 
 

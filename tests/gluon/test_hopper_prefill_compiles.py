@@ -6,7 +6,7 @@ import pytest
 
 from numa_attention.prefill.hopper_variant import SHARED_BYTES
 from tests.compiled import reports_of
-from tests.gluon.compile_hopper_prefill import CLUSTER_LAYERS, FLOAT8_LAYERS
+from tests.gluon.compile_hopper_prefill import CLUSTER_LAYERS, FLOAT8_LAYERS, TRANSPOSED_LAYERS
 from tests.gluon.compile_hopper_prefill import LAYERS as SINGLE_LAYERS
 
 pytestmark = pytest.mark.slow
@@ -89,31 +89,42 @@ def test_two_workgroups_a_tile(reports, name):
     assert pair["resources"]["shared"] <= alone["resources"]["shared"]
 
 
-@pytest.mark.parametrize("name", FLOAT8_LAYERS)
+@pytest.mark.parametrize("name", FLOAT8_LAYERS | TRANSPOSED_LAYERS)
 def test_a_float8_cache(reports, name):
     resources, opcodes, loop = (reports[name][part] for part in ("resources", "opcodes", "loop"))
-    head_dim, head_dim_v = FLOAT8_LAYERS[name]["head_dims"]
     assert resources["shared"] <= SHARED_BYTES
-    assert resources["registers"] * (THREADS + 128) <= 65536, "the transposer has a warpgroup too"
+    assert resources["registers"] * (THREADS + 128) <= 65536, "a warpgroup more prepares values"
     assert not count(loop, "STL", "LDL"), "nothing spills in the main loop"
     assert resources["spills"] <= SPILLS
+    assert count(loop, "SHFL") == 8 and not count(loop, "STS", "LDS"), "no value changes its thread"
+    assert not count(opcodes, "HMMA")
+
+
+@pytest.mark.parametrize("name", FLOAT8_LAYERS)
+def test_values_become_float16(reports, name):
+    opcodes, loop = reports[name]["opcodes"], reports[name]["loop"]
+    head_dim, head_dim_v = FLOAT8_LAYERS[name]["head_dims"]
+    block_n = 64 if head_dim == 192 else 128
+    assert count(loop, "QGMMA") == 2 * head_dim // 32, "queries are the sum of two float8 numbers"
+    assert count(loop, "HGMMA") == block_n // 16
+    pairs = head_dim_v * block_n // (128 * 2)
+    # for a tile in the sequence, and for one at its edge
+    assert count(opcodes, "F2FP.F16.E4M3.UNPACK_B") in (pairs, 2 * pairs), (
+        "a pair an instruction, by the converter"
+    )
+    assert not count(loop, "F2FP.F16.E4M3.UNPACK_B")
+
+
+@pytest.mark.parametrize("name", TRANSPOSED_LAYERS)
+def test_values_are_transposed(reports, name):
+    opcodes, loop = reports[name]["opcodes"], reports[name]["loop"]
+    head_dim, head_dim_v = TRANSPOSED_LAYERS[name]["head_dims"]
     parts = 1 if "rounded" in name else 2
     assert count(loop, "QGMMA") == parts * (head_dim // 32 + 128 // 32), "both products of one tile"
-    assert not count(opcodes, "HGMMA", "HMMA"), "all products are in float8"
+    assert not count(opcodes, "HGMMA"), "all products are in float8"
     quads = head_dim_v * 128 // (128 * 16)  # instructions of 16 bytes a thread that move a tile of values
     assert count(opcodes, "LDSM.16.MT88.4") == quads, "values are read transposed, by the transposer alone"
     assert count(opcodes, "STSM.16.M88.4") == quads, "and written as matrices"
-    assert count(loop, "SHFL") == 8 and not count(loop, "STS", "LDS"), "no value changes its thread"
     assert not count(opcodes, "F2FP.F16.E4M3.UNPACK_B"), (
         "ptxas reads a wrong register, see hopper_float8.SPLIT"
     )
-
-
-@pytest.mark.parametrize("name", FLOAT8_LAYERS)
-def test_the_softmax_runs_under_the_product_with_float8_values(reports, name):
-    order = reports[name]["order"]
-    products = [place for place, opcode in enumerate(order) if opcode.startswith("QGMMA")]
-    exponentials = [place for place, opcode in enumerate(order) if opcode == "MUFU.EX2"]
-    waits = [place for place, opcode in enumerate(order) if opcode.startswith("WARPGROUP.DEPBAR")]
-    assert len(waits) == 2
-    assert products[-1] < waits[0] < exponentials[0] and exponentials[-1] < waits[1]

@@ -18,7 +18,7 @@ from numa_attention.prefill import (
     hopper_producer,
     hopper_variant,
 )
-from numa_attention.prefill.hopper_variant import FLOAT8_FORM, FLOAT8_WORDS, FORM
+from numa_attention.prefill.hopper_variant import CONVERTED, FLOAT8_FORM, FLOAT8_WORDS, FORM
 from numa_attention.testing import hopper_assembly
 from tests.gluon.test_hopper_prefill import WORDS, check, check_mistake, on_sm_90
 from tests.hopper_prefill_cases import E4M3, check_prefill, float8_case, windowed_case
@@ -35,8 +35,18 @@ def mark_of(form: str) -> float | None:
     return FLOAT8_MARK if "rounded" in form else None
 
 
+def draw_words(generator: random.Random) -> str:
+    """Any words that do not exclude one another."""
+    words = [word for word in (*WORDS, *FLOAT8_WORDS) if generator.random() < 0.5]
+    if CONVERTED in words:
+        words = [word for word in words if word not in ("summed", "rounded-probabilities")]
+    return " ".join(words)
+
+
 FORMS = (
     FLOAT8_FORM,
+    f"{FLOAT8_FORM} rounded-queries",
+    f"copied turns {CONVERTED} staged",
     f"{FORM} summed",
     f"{FORM} {ROUNDED}",
     f"{FORM} rounded-queries",
@@ -117,8 +127,7 @@ def test_random_steps():
             lengths, totals, window if window >= 0 else 1 << 20, q_heads=group, kv_heads=1, kv_dtype=E4M3,
             seed=generator.randrange(1 << 30), **options,
         )  # fmt: skip
-        words = (*WORDS, *FLOAT8_WORDS)
-        form = " ".join(word for word in words if generator.random() < 0.5)
+        form = draw_words(generator)
         tile = dict(
             consumers=generator.randint(1, hopper_variant.MAX_FLOAT8_CONSUMERS),
             block_n=generator.choice((64, 128)), stages=generator.randint(2, 4),
@@ -132,12 +141,12 @@ def test_random_steps():
 
 ARRIVE, WAIT = "hopper.mbarrier.arrive", "hopper.mbarrier.wait"
 FAULTS = {
-    "no wait for values": (f"{WAIT}(full_raw.index(slot), phase)", "pass"),
-    "no wait for room": (f"{WAIT}(empty_v.index(slot), phase ^ 1)", "pass"),
+    "no wait for values": (f"{WAIT}(full_raw.index(slot), (v_count // C.stages) & 1)", "pass"),
+    "no wait for room": (f"{WAIT}(empty_v.index(to), ((v_count // C.value_stages) & 1) ^ 1)", "pass"),
     "never released": (f"{ARRIVE}(empty_raw.index(slot), count=1)", "pass"),
     "released early": (
-        f"{WAIT}(full_raw.index(slot), phase)",
-        f"{WAIT}(full_raw.index(slot), phase); {ARRIVE}(empty_raw.index(slot), count=1)",
+        f"{WAIT}(full_raw.index(slot), (v_count // C.stages) & 1)",
+        f"{WAIT}(full_raw.index(slot), (v_count // C.stages) & 1); {ARRIVE}(empty_raw.index(slot), count=1)",
     ),
     "written without a fence": (
         f"hopper.fence_async_shared()\n            {ARRIVE}(full_v",
@@ -147,11 +156,12 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("words", ["", CONVERTED])
 @pytest.mark.parametrize(("right", "wrong"), list(FAULTS.values()), ids=list(FAULTS))
-def test_mistakes_are_found(right, wrong, tmp_path, monkeypatch):
+def test_mistakes_are_found(right, wrong, words, tmp_path, monkeypatch):
     modules = (hopper_float8, hopper_producer, hopper_consumer, hopper)
     case = float8_case([70, 40], [260, 40], q_heads=1, kv_heads=1)
-    check_mistake(right, wrong, modules, case, tmp_path, monkeypatch)
+    check_mistake(right, wrong, modules, case, tmp_path, monkeypatch, words)
 
 
 @pytest.mark.gpu
@@ -159,22 +169,31 @@ def test_mistakes_are_found(right, wrong, tmp_path, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_on_a_gpu(form, page_size):
+    sizes = {"stages": 2, "block_n": 64} if "staged" in form else {}  # outputs need room too
     for head_dim in (64, 128):
         case = float8_case(
             [300, 1, 77], [300, 3000, 400], q_heads=8, head_dim=head_dim, page_size=page_size, device="cuda"
         )
-        check_prefill(case, form, device="cuda", mark=mark_of(form))
+        check_prefill(case, form, device="cuda", mark=mark_of(form), **sizes)
         case = windowed_case(
             [170, 1, 700], [400, 500, 700], 300, head_dim=head_dim, kv_dtype=E4M3, device="cuda"
         )
-        check_prefill(case, form, device="cuda", window=300, mark=mark_of(form))
+        check_prefill(case, form, device="cuda", window=300, mark=mark_of(form), **sizes)
+
+
+def test_words_that_exclude_one_another():
+    with pytest.raises(ValueError, match="takes no summed or rounded-probabilities"):
+        hopper_variant.parts_of(f"{CONVERTED} summed rounded-probabilities")
 
 
 @pytest.mark.gpu
 @on_sm_90
-@pytest.mark.parametrize("form", [FORM, f"{FORM} summed"])
+@pytest.mark.parametrize("form", [FLOAT8_FORM, f"{FORM} summed"])
 def test_long_sums_of_one_sign_on_a_gpu(form):
-    """wgmma keeps about 14 bits of its sums of float8 products, and cuts the rest off: the worst case is one sign."""
+    """wgmma keeps about 14 bits of its sums of float8 products, and cuts the rest off: the worst case is one sign.
+
+    Forms that have all of a sequence's values summed so are 2.3e-1 away.
+    """
     case = float8_case([64], [16384], q_heads=1, kv_heads=1, head_dim=128, page_size=64, device="cuda")
     case.v_pages.copy_(case.v_pages.float().abs().to(E4M3))
-    check_prefill(case, form, device="cuda", mark=None if "summed" in form else FLOAT8_MARK)
+    check_prefill(case, form, device="cuda")

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from numa_attention.gluon_compat import cluster_barrier
 from numa_attention.portable_launch import ANY_ALIGNMENT
 from numa_attention.prefill.hopper_consumer import consume
-from numa_attention.prefill.hopper_float8 import allocate_queries, shared_layout, transpose
+from numa_attention.prefill.hopper_float8 import allocate_queries, prepare_values, shared_layout
 from numa_attention.prefill.hopper_producer import produce
 from numa_attention.prefill.hopper_rows import barrier_layout
 from numa_attention.prefill.hopper_tiles import allocate_records
@@ -37,9 +37,7 @@ def prefill_kernel(
     first_request,
     queues,  # int32 [C.queues + 1], and the domains of SM ids with hardware placement; see hopper_tiles.next_tile
     splits,  # int32 [1 + requests, 2] with C.splits; see tile_splits.py
-    partial_acc,  # and the workspace of parts; see hopper_parts.py
-    partial_ml,
-    arrivals,
+    partial,  # and the workspace of parts; see hopper_parts.py
     queries,  # descriptor of q for boxes [tokens, group, dim], and the one for its second part
     queries_second,
     keys,  # descriptor of the keys, a matrix, for boxes [chunk, dim], and the one for its second part
@@ -98,12 +96,12 @@ def prefill_kernel(
     cleared = gl.allocate_shared_memory(gl.int64, [1, C.ctas], BAR)
     full_k = gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)
     empty_k = gl.allocate_shared_memory(gl.int64, [C.stages, 1], COMMON)
-    full_v = gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)
+    full_v = gl.allocate_shared_memory(gl.int64, [C.value_stages, C.ctas], BAR)
     # the values of a float8 cache come from a workgroup's own transposer
     empty_v = (
-        gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)
+        gl.allocate_shared_memory(gl.int64, [C.value_stages, C.ctas], BAR)
         if C.float8
-        else gl.allocate_shared_memory(gl.int64, [C.stages, 1], COMMON)
+        else gl.allocate_shared_memory(gl.int64, [C.value_stages, 1], COMMON)
     )
     for i in gl.static_range(C.consumers):
         hopper.mbarrier.init(full_q.index(i), count=1)
@@ -113,9 +111,11 @@ def prefill_kernel(
     for i in gl.static_range(C.stages):
         hopper.mbarrier.init(full_k.index(i), count=1)
         hopper.mbarrier.init(empty_k.index(i), count=C.consumers)
+    for i in gl.static_range(C.value_stages):
         hopper.mbarrier.init(full_v.index(i), count=1)
         hopper.mbarrier.init(empty_v.index(i), count=C.consumers)
-    # what the producer fills: of a float8 cache other buffers, as queries become float8 and values are transposed
+    # what the producer fills: of a float8 cache other buffers, as queries become float8 and values are
+    # transposed or become float16
     raw_queries = (buffer_q, buffer_q2)
     raw_v = buffer_v
     full_raw = full_v
@@ -123,9 +123,14 @@ def prefill_kernel(
     if C.float8:
         if C.query_copies:
             raw_queries = allocate_queries(queries.dtype, C)
-        buffer_v = gl.allocate_shared_memory(
-            values.dtype, [C.stages, C.dim_v, C.block_n], shared_layout(C.block_n, 8, C.ctas)
-        )
+        if C.float8_values:
+            buffer_v = gl.allocate_shared_memory(
+                values.dtype, [C.value_stages, C.dim_v, C.block_n], shared_layout(C.block_n, 8, C.ctas)
+            )
+        else:
+            buffer_v = gl.allocate_shared_memory(
+                gl.float16, [C.value_stages, C.block_n, C.dim_v], shared_layout(C.dim_v, 16, C.ctas)
+            )
         full_raw = gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)
         empty_raw = gl.allocate_shared_memory(gl.int64, [C.stages, 1], COMMON)
         for i in gl.static_range(C.stages):
@@ -148,7 +153,6 @@ def prefill_kernel(
         splits,
     )
     descriptors = (queries, queries_second, keys, keys_second, values)
-    partial = (partial_acc, partial_ml, arrivals)
     places = (k_page_rows, k_head_rows, k_head_columns, v_page_rows, v_head_rows, v_head_columns)
     arguments = (q, out, lse, sinks, alibi_slopes, k_scale, v_scale, scale, soft_cap)
     strides = (
@@ -164,7 +168,7 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 0, C)),
-                (transpose, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
+                (prepare_values, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
                 (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,
@@ -175,7 +179,7 @@ def prefill_kernel(
             [
                 (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 0, C)),
                 (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 1, C)),
-                (transpose, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
+                (prepare_values, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
                 (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,

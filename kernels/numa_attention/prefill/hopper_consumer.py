@@ -81,11 +81,11 @@ def multiply_keys(buffers, slot, CONSUMER: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def multiply_values(b_p, b_p2, values, b_acc, C: gl.constexpr):
     """Begin the product of probabilities with values: the new accumulator, or with `summed` what it lacks."""
-    if C.float8:
+    if C.float8_values:
         values = values.permute((1, 0))
     b_v = b_acc
     if C.summed:
-        b_v = gl.zeros((C.rows, C.dim_v), gl.float32, product_layout(C.dim_v, C.depth, C.ctas))
+        b_v = gl.zeros((C.rows, C.dim_v), gl.float32, product_layout(C.dim_v, C.value_depth, C.ctas))
     b_v = hopper.warpgroup_mma(b_p, values, b_v, use_acc=not C.summed, is_async=True)
     if C.probability_parts == 2:
         b_v = hopper.warpgroup_mma(b_p2, values, b_v, is_async=True)
@@ -98,7 +98,7 @@ def wait_for_all(b_v, b_p, b_other, C: gl.constexpr):
 
     Operands in registers are kept until then. The compiler takes none of 8 bits here; the assembler keeps those.
     """
-    if C.float8:
+    if C.float8_values:
         b_v, b_other = hopper.warpgroup_mma_wait(0, deps=(b_v, b_other))
     else:
         b_v, b_p, b_other = hopper.warpgroup_mma_wait(0, deps=(b_v, b_p, b_other))
@@ -117,7 +117,7 @@ def add_values(b_acc, b_v, b_shrink, C: gl.constexpr):
 @gluon.jit
 def by_row(b_x, C: gl.constexpr):
     """A number a row of the scores [M] for the rows of the accumulator."""
-    return gl.convert_layout(b_x, gl.SliceLayout(1, product_layout(C.dim_v, C.depth, C.ctas)))
+    return gl.convert_layout(b_x, gl.SliceLayout(1, product_layout(C.dim_v, C.value_depth, C.ctas)))
 
 
 @gluon.jit
@@ -170,7 +170,7 @@ def as_operands(b_p, DTYPE: gl.constexpr, C: gl.constexpr):
 
     The second one is the first again but with float8 in two parts.
     """
-    if C.float8:
+    if C.float8_values:
         return as_float8_operands(b_p, C)
     else:
         b_p = gl.convert_layout(b_p.to(DTYPE), gl.DotOperandLayout(0, product_layout(C.dim_v, 16, C.ctas), 2))
@@ -212,21 +212,21 @@ def walk(
         b_p, b_p2 = as_operands(b_e, buffer_v.dtype, C)
         k_count = walked + done
         v_count = k_count - 1
-        k_slot, v_slot = k_count % C.stages, v_count % C.stages
+        k_slot, v_slot = k_count % C.stages, v_count % C.value_stages
         hopper.mbarrier.wait(full_k.index(k_slot), (k_count // C.stages) & 1)
         if C.turns:
             hopper.mbarrier.wait(turn.index(CONSUMER), turns & 1)
             turns += 1
         if C.ahead:
             b_s = multiply_keys(buffers, k_slot, CONSUMER, C)
-            hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.stages) & 1)
+            hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.value_stages) & 1)
             b_v = multiply_values(b_p, b_p2, buffer_v.index(v_slot), b_acc, C)
             if C.turns:
                 hopper.mbarrier.arrive(turn.index((CONSUMER + 1) % C.consumers), count=1)
             b_s = hopper.warpgroup_mma_wait(1, deps=(b_s,))
             hopper.mbarrier.arrive(empty_k.index(k_slot), count=1)
         else:
-            hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.stages) & 1)
+            hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.value_stages) & 1)
             b_v = multiply_values(b_p, b_p2, buffer_v.index(v_slot), b_acc, C)
             b_s = multiply_keys(buffers, k_slot, CONSUMER, C)
             if C.turns:
@@ -240,7 +240,7 @@ def walk(
         )
         if C.ahead:
             # long fulfilled: this wait keeps the compiler from moving the next one up, before the exponentials
-            hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.stages) & 1)
+            hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.value_stages) & 1)
             b_v, b_e = wait_for_all(b_v, b_p, b_e, C)
             b_acc = add_values(b_acc, b_v, b_shrink, C)
             hopper.mbarrier.arrive(empty_v.index(v_slot), count=1)
@@ -265,7 +265,7 @@ def consume(
     full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
     records, full_records, empty_records = ring
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(C.block_n, C.depth, C.ctas))
-    PV: gl.constexpr = product_layout(C.dim_v, C.depth, C.ctas)
+    PV: gl.constexpr = product_layout(C.dim_v, C.value_depth, C.ctas)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, PV)
     v_factor = 1.0
     if C.has_scales:
@@ -375,8 +375,8 @@ def consume(
         if C.query_copies and not C.float8:
             hopper.mbarrier.arrive(empty_q.index(CONSUMER), count=1)
         walked += steps
-        slot = (walked - 1) % C.stages
-        hopper.mbarrier.wait(full_v.index(slot), ((walked - 1) // C.stages) & 1)
+        slot = (walked - 1) % C.value_stages
+        hopper.mbarrier.wait(full_v.index(slot), ((walked - 1) // C.value_stages) & 1)
         if C.window >= 0 and not C.float8:  # noqa: SIM102 (one is known when compiling)
             if left_edge & (steps > 1):
                 clear_values(
@@ -418,7 +418,7 @@ def consume(
             p_lse = lse + o_token * lse_token_stride + o_head * lse_head_stride
             gl.store(p_lse, natural_lse(b_m, b_l), mask=m_row)
         b_out = (normalise(b_acc, b_l) * v_factor).to(out.dtype.element_ty)
-        if C.float8:
+        if C.float8_values:
             b_out = in_order(b_out, C)
         STORE: gl.constexpr = copy_layout(C.dim_v, C.ctas) if C.staged else b_out.type.layout
         b_out = gl.convert_layout(b_out, STORE)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from numa_attention import scores
 from numa_attention.gluon_compat import reinterpret
+from numa_attention.prefill import hopper_variant
 from numa_attention.prefill.hopper_rows import copy_layout, product_layout, rows_of, shares
 from numa_attention.prefill.hopper_tiles import RECORDS, is_tile, read_record
 
@@ -27,6 +28,8 @@ power_of_two_below = gluon.jit(scores.power_of_two_below.fn)
 QUERY_SCALE = gl.constexpr(
     128.0
 )  # the largest number of a query row is scaled to between this and its double
+CONVERTED_ROWS = gl.constexpr(8)  # of values at a time
+CONVERTER_WARPS = gl.constexpr(hopper_variant.CONVERTER_WARPS)
 PROBABILITY_SCALE = gl.constexpr(256.0)
 PROBABILITY_BITS = gl.constexpr(8.0)  # its logarithm
 
@@ -77,6 +80,14 @@ def word_layout(words, tokens, ctas=1):
 
 
 @gluon.constexpr_function
+def bytes_layout(columns, ctas=1):
+    """Rows of e4m3 numbers in the registers of the converter, 16 of them in each thread."""
+    lanes = columns // 16
+    warps = [hopper_variant.CONVERTER_WARPS, 1]
+    return gl.BlockedLayout([1, 16], [32 // lanes, lanes], warps, [1, 0], shares(ctas, split=False))
+
+
+@gluon.constexpr_function
 def shared_layout(columns, bits, ctas=1, split=False):
     """Rows of so many elements of so many bits in shared memory, as wgmma and TMA want them."""
     return gl.NVMMASharedLayout(min(columns * bits // 8, 128), bits, 2, cga_layout=shares(ctas, split=split))
@@ -115,12 +126,27 @@ def transpose_tile(source, target, key_low, seq_len, tile, C: gl.constexpr):
 
 
 @gluon.jit
-def transpose(raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C: gl.constexpr):
-    """What the transposer does: the values of all tiles of this workgroup, from one ring of buffers to another."""
+def convert_tile(source, target, key_low, seq_len, tile, C: gl.constexpr):
+    """Values [block_n, dim_v] in float16, which holds every e4m3 number; tokens as in `transpose_tile`."""
+    LAYOUT: gl.constexpr = bytes_layout(C.dim_v, C.ctas)
+    at_edge = (tile * C.block_n < key_low) | ((tile + 1) * C.block_n > seq_len)
+    for part in gl.static_range(C.block_n // CONVERTED_ROWS):
+        b_v = source.slice(part * CONVERTED_ROWS, CONVERTED_ROWS, dim=0).load(LAYOUT).to(gl.float16)
+        if at_edge:
+            o_key = tile * C.block_n + part * CONVERTED_ROWS
+            o_key += gl.arange(0, CONVERTED_ROWS, gl.SliceLayout(1, LAYOUT))
+            b_v = gl.where(((o_key >= key_low) & (o_key < seq_len))[:, None], b_v, 0.0)
+        target.slice(part * CONVERTED_ROWS, CONVERTED_ROWS, dim=0).store(b_v)
+
+
+@gluon.jit
+def prepare_values(raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C: gl.constexpr):
+    """What transposer or converter does: the values of all tiles of this workgroup, from one ring to another."""
     records, full_records, empty_records = ring
     walked = 0
     number = 0  # of the tile among those of this workgroup
-    while is_tile(ring, number, 4, C):
+    WARPS: gl.constexpr = 4 if C.float8_values else CONVERTER_WARPS
+    while is_tile(ring, number, WARPS, C):
         (
             request,
             kv_head,
@@ -133,16 +159,20 @@ def transpose(raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C: gl
             steps,
             diagonal,
             interior,
-        ) = read_record(records, number, 4, C)
+        ) = read_record(records, number, WARPS, C)
         hopper.mbarrier.arrive(empty_records.index(number % RECORDS), count=1)
         for done in range(steps):
             v_count = walked + done
-            slot, phase = v_count % C.stages, (v_count // C.stages) & 1
-            hopper.mbarrier.wait(full_raw.index(slot), phase)
-            hopper.mbarrier.wait(empty_v.index(slot), phase ^ 1)
-            transpose_tile(raw_v.index(slot), buffer_v.index(slot), key_low, seq_len, tile_high - 1 - done, C)
+            slot, to = v_count % C.stages, v_count % C.value_stages
+            source, target, tile = raw_v.index(slot), buffer_v.index(to), tile_high - 1 - done
+            hopper.mbarrier.wait(full_raw.index(slot), (v_count // C.stages) & 1)
+            hopper.mbarrier.wait(empty_v.index(to), ((v_count // C.value_stages) & 1) ^ 1)
+            if C.float8_values:
+                transpose_tile(source, target, key_low, seq_len, tile, C)
+            else:
+                convert_tile(source, target, key_low, seq_len, tile, C)
             hopper.fence_async_shared()
-            hopper.mbarrier.arrive(full_v.index(slot), count=1)
+            hopper.mbarrier.arrive(full_v.index(to), count=1)
             hopper.mbarrier.arrive(empty_raw.index(slot), count=1)
         walked += steps
         number += 1

@@ -16,6 +16,7 @@ from numa_attention.prefill.hopper_variant import (
     NAME,
     ROWS,
     check_cluster,
+    converts_values,
     ctas_of,
     keep_together,
     partitions_of,
@@ -23,6 +24,7 @@ from numa_attention.prefill.hopper_variant import (
     queues_of,
     splits_of,
     takes_float8,
+    value_stages_of,
 )
 from numa_attention.prefill.hopper_work import Constants
 from numa_attention.schedule import StepBatch
@@ -64,6 +66,7 @@ def constants_of(
         consumers=consumers,
         ctas=ctas,
         stages=variant.num_stages,
+        value_stages=value_stages_of(variant.num_stages, variant.form) if float8 else variant.num_stages,
         # hyperbolic tangents under way need too many registers
         ahead="ahead" in words and not has_cap,
         turns="turns" in words and consumers > 1,
@@ -72,11 +75,13 @@ def constants_of(
         splits=splits_of(shape, variant.form),
         queues=queues_of(variant.form, variant.queues),
         float8=float8,
+        float8_values=float8 and not converts_values(variant.form),
         cache_bytes=shape.kv_dtype.itemsize,
         query_parts=query_parts,
         probability_parts=probability_parts,
         summed=float8 and "summed" in words,
         depth=32 // shape.kv_dtype.itemsize,
+        value_depth=32 if float8 and not converts_values(variant.form) else 16,
         worker_warps=warps,
         worker_registers=registers,
     )
@@ -203,9 +208,9 @@ def prefill(
     p_lse = out if lse is None else lse
     splits = plan.splits
     if splits is None:
-        rows, parts = plan.tiles, (plan.tiles,) * 4
+        rows, parts = plan.tiles, (plan.tiles, plan.tiles)
     else:
-        rows, parts = splits.rows, (splits.table, splits.partial_acc, splits.partial_ml, splits.arrivals)
+        rows, parts = splits.rows, (splits.table, splits.partial)
     integers = (
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), p_lse.stride(0), p_lse.stride(1),
         k_matrix.page_rows, k_matrix.head_rows, k_matrix.head_columns,

@@ -20,15 +20,14 @@ safe_max = gluon.jit(scores.safe_max.fn)
 
 @gluon.jit
 def places_of(partial, place, CONSUMER: gl.constexpr, C: gl.constexpr):
-    """Pointers to one part's m [M], l [M] and accumulator [M, dim_v]; see `PrefillSplits`."""
-    partial_acc, partial_ml, arrivals = partial
-    PV: gl.constexpr = product_layout(C.dim_v, C.depth, C.ctas)
+    """Pointers to one part's m [M], l [M] and accumulator [M, dim_v], and to its count; see `PrefillSplits`."""
+    PV: gl.constexpr = product_layout(C.dim_v, C.value_depth, C.ctas)
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, PV))
     o_dv = gl.arange(0, C.dim_v, gl.SliceLayout(0, PV))
-    first = (place * C.consumers + CONSUMER).to(gl.int64) * ROWS
-    p_m = partial_ml + first * 2 + o_row
-    p_acc = partial_acc + first * C.dim_v + (o_row[:, None] * C.dim_v + o_dv[None, :])
-    return p_m, p_m + ROWS, p_acc
+    p_part = partial + (place * C.consumers + CONSUMER).to(gl.int64) * (ROWS * (C.dim_v + 3))
+    p_acc = p_part + 3 * ROWS + (o_row[:, None] * C.dim_v + o_dv[None, :])
+    p_count = (p_part + 2 * ROWS).to(gl.pointer_type(gl.int32), bitcast=True)
+    return p_part + o_row, p_part + ROWS + o_row, p_acc, p_count
 
 
 @gluon.jit
@@ -37,23 +36,22 @@ def merge_parts(b_m, b_l, b_acc, partial, place, part, parts, CONSUMER: gl.const
 
     (whether all parts are there, the state of all of them together), which is nothing of use where they are not.
     """
-    partial_acc, partial_ml, arrivals = partial
-    p_m, p_l, p_acc = places_of(partial, place, CONSUMER, C)
+    p_m, p_l, p_acc, p_count = places_of(partial, place, CONSUMER, C)
     gl.store(p_m, b_m)
     gl.store(p_l, b_l)
     gl.store(p_acc, b_acc)
     # all threads have stored before one of them announces it
     thread_barrier()
     first = place - part
-    p_arrivals = arrivals + (first * C.consumers + CONSUMER)
-    last = gl.atomic_add(p_arrivals, 1, sem="acq_rel", scope="gpu") == parts - 1
+    p_m, p_l, p_acc, p_count = places_of(partial, first, CONSUMER, C)
+    last = gl.atomic_add(p_count, 1, sem="acq_rel", scope="gpu") == parts - 1
     if last:
-        gl.store(p_arrivals, 0)
+        gl.store(p_count, 0)
         b_m = gl.full(b_m.shape, float("-inf"), gl.float32, b_m.type.layout)
         b_l = gl.zeros_like(b_l)
         b_acc = gl.zeros_like(b_acc)
         for other in range(parts):
-            p_m, p_l, p_acc = places_of(partial, first + other, CONSUMER, C)
+            p_m, p_l, p_acc, p_count = places_of(partial, first + other, CONSUMER, C)
             # past L1: other compute units wrote them
             b_m_part = gl.load(p_m, cache_modifier=".cg")
             b_l_part = gl.load(p_l, cache_modifier=".cg")

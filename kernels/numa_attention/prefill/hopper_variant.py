@@ -25,13 +25,16 @@ WORDS = {
     "cluster": "two workgroups divide a tile of twice the rows, and one copy of keys and values by TMA goes to both",
 }
 # of a float8 cache alone
+CONVERTED = "values-in-float16"
+CONVERTER_WARPS = 2
 FLOAT8_WORDS = {
+    CONVERTED: "values become float16, and the product with them that of 16-bit numbers, without loss",
     "summed": "products with values are added up in float32, not in wgmma, which keeps about 14 bits of float8's sums",
     "rounded-queries": "queries are one e4m3 number each, not the sum of two: half of the product with keys",
     "rounded-probabilities": "probabilities are one e4m3 number each: half of the product with values",
 }
 FORM = "ahead copied persistent"
-FLOAT8_FORM = "ahead turns copied persistent"
+FLOAT8_FORM = f"ahead copied persistent {CONVERTED}"
 # of tiles that are split: parts for which the workspace has room, and further rows of the list
 PLACES = 256
 LEAST_PART = 2048  # keys
@@ -62,7 +65,7 @@ TILES = {
 FLOAT8_TILES = {
     (64, 64): HopperTile(128, 3),
     (128, 128): HopperTile(128, 3),
-    (192, 128): HopperTile(128, 2),
+    (192, 128): HopperTile(64, 3),
 }
 
 
@@ -143,9 +146,31 @@ def check_cluster(form: str, queues: int, triton: tuple[int, int] | None) -> Non
 
 
 def parts_of(form: str) -> tuple[int, int]:
-    """The e4m3 numbers that a query is the sum of over a float8 cache, and those of a probability."""
+    """The numbers that a query is the sum of over a float8 cache, and those of a probability.
+
+    Raises ValueError for words that exclude one another.
+    """
     words = form.split()
-    return 2 - ("rounded-queries" in words), 2 - ("rounded-probabilities" in words)
+    queries, probabilities = (2 - (f"rounded-{name}" in words) for name in ("queries", "probabilities"))
+    if not converts_values(form):
+        return queries, probabilities
+    useless = [word for word in ("summed", "rounded-probabilities") if word in words]
+    if useless:
+        raise ValueError(
+            f"{NAME} with the word {CONVERTED} takes no {' or '.join(useless)}, which are for products with values in "
+            "float8: leave one of them out"
+        )
+    return queries, 1
+
+
+def converts_values(form: str) -> bool:
+    """Whether values of a float8 cache are multiplied in float16."""
+    return CONVERTED in form.split()
+
+
+def value_stages_of(stages: int, form: str) -> int:
+    """Buffers of a float8 cache's values as they are multiplied; in float16 each takes twice as much."""
+    return min(stages, 2) if converts_values(form) else stages
 
 
 def shared_bytes(shape: LayerShape, consumers: int, block_n: int, stages: int, form: str) -> int:
@@ -153,7 +178,8 @@ def shared_bytes(shape: LayerShape, consumers: int, block_n: int, stages: int, f
     rows, size, words = consumers * ROWS, shape.dtype.itemsize, form.split()
     if takes_float8(shape):
         queries = rows * shape.head_dim * (parts_of(form)[0] + (size if "copied" in words else 0))
-        tiles = stages * block_n * (shape.head_dim + 2 * shape.head_dim_v)
+        values = value_stages_of(stages, form) * (2 if converts_values(form) else 1)
+        tiles = block_n * (stages * (shape.head_dim + shape.head_dim_v) + values * shape.head_dim_v)
     else:
         queries = rows * shape.head_dim * size
         tiles = stages * block_n * (shape.head_dim + shape.head_dim_v) * size
@@ -164,14 +190,17 @@ def shared_bytes(shape: LayerShape, consumers: int, block_n: int, stages: int, f
 def partitions_of(consumers: int, form: str, float8: bool) -> tuple[list[int], list[int]]:
     """Warps, and registers of a thread, of all partitions but the first consumer, which gets the rest of an SM's.
 
-    Consumers, the transposer of a float8 cache's values, the producer: each in warpgroups of its own. Raises ValueError
-    for more consumers than there are registers for.
+    Consumers, the transposer or converter of a float8 cache's values, the producer. Raises ValueError for more
+    consumers than there are registers for.
     """
     if float8 and consumers > MAX_FLOAT8_CONSUMERS:
         raise ValueError(
             f"{NAME} over a float8 cache has two consumers at most: give it at most {MAX_FLOAT8_CONSUMERS * ROWS} rows"
         )
     if float8:
+        if converts_values(form):
+            # converter and producer share a warpgroup, and with it the number of registers
+            return [4] * (consumers - 1) + [CONVERTER_WARPS, 1], [240] * (consumers - 1) + [24, 24]
         return [4] * consumers + [1], [208] * (consumers - 1) + [72, 24]
     if consumers == MAX_CONSUMERS:
         consumer, producer = 160, 32

@@ -35,18 +35,21 @@ class Constants:
     consumers: int
     ctas: int  # workgroups of a cluster, each of which has all consumers
     stages: int
+    value_stages: int  # buffers of values as they are multiplied
     ahead: bool
     turns: bool
     query_copies: bool
     staged: bool
     splits: bool  # whether tiles may be split; see `tile_splits.py`
     queues: int  # from which workgroups take tiles, 0 for none; see `hopper_tiles.py`
-    float8: bool  # whether the cache is e4m3, and so what is multiplied
+    float8: bool  # whether the cache is e4m3, and so the keys that are multiplied
+    float8_values: bool  # and the values
     cache_bytes: int  # of an element of keys and values
     query_parts: int  # numbers that a query is the sum of, and a probability
     probability_parts: int
     summed: bool
-    depth: int  # of a product's instruction
+    depth: int  # of an instruction of the product with keys, and with values
+    value_depth: int
     worker_warps: list[int]  # of all partitions but the first consumer, and the registers of their threads
     worker_registers: list[int]
 
