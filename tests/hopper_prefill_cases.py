@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from numa_attention.prefill.hopper_variant import FLOAT8_FORM, FORM, PLACES, ROWS, ctas_of
+from numa_attention.prefill.hopper_variant import FORM, PLACES, ROWS, ctas_of
 from numa_attention.schedule import Planner, PrefillSplits, Schedule, StepBatch
 from numa_attention.topology import detect, pretend
 from numa_attention.variants import choose_prefill
@@ -154,11 +154,11 @@ RANDOM_LAYERS = (
     Layer(1, 6, 192, 128, 128, soft_cap=15.0, alibi=True, form=FORM),
     Layer(8, 2, 64, 64, causal=False, sinks=True, form=f"{FORM} staged"),
     Layer(2, 16, 128, 80, window=2000, alibi=True, form="", aligned=False),
-    Layer(2, 4, 64, 16, kv_dtype=E4M3, form=FLOAT8_FORM),
-    Layer(1, 8, 128, 64, kv_dtype=E4M3, window=300, sinks=True, form=FLOAT8_FORM, aligned=False),
-    Layer(2, 3, 192, 48, 128, kv_dtype=E4M3, form=FLOAT8_FORM),
+    Layer(2, 4, 64, 16, kv_dtype=E4M3, form=FORM),
+    Layer(1, 8, 128, 64, kv_dtype=E4M3, window=300, sinks=True, form=FORM, aligned=False),
+    Layer(2, 3, 192, 48, 128, kv_dtype=E4M3, form=FORM),
     Layer(
-        4, 2, 128, 528, dtype=torch.float16, kv_dtype=E4M3, soft_cap=10.0, alibi=True, form=f"{FORM} summed"
+        4, 2, 128, 528, dtype=torch.float16, kv_dtype=E4M3, soft_cap=10.0, alibi=True, form="turns persistent"
     ),
 )
 

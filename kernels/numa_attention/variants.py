@@ -299,24 +299,21 @@ def choose_prefill(
     """The prefill variant for a layer shape. kernels: "triton" or "torch". aiter, features: see `aiter_adapter`.
 
     A mapping that is asked for keeps to the kernels that have it. On sm_90 hopper-prefill is chosen where it takes the
-    layer and has been measured (no float8 cache yet). kernel: "hopper-prefill" or "portable-prefill" insists on one of
+    layer. kernel: "hopper-prefill" or "portable-prefill" insists on one of
     them: raises UnsupportedShape where it does not take the layer, ValueError for another name.
     """
     own = kernels != "triton" or mapping is not None
     if not own and aiter_adapter.chosen("prefill", shape, topology, aiter, features):
         return Variant(aiter_adapter.PREFILL, "prefill", 128, 128, 4, 1, 0, "block-first", 1)
     known = (hopper_prefill_variant.NAME, "portable-prefill")
-    if kernel is None and not hopper_prefill_variant.is_measured(shape):
-        hopper_obstacle = ""
-    else:
-        hopper_obstacle = _hopper_obstacle(
-            shape, topology, kernels, kernel, known, hopper_prefill_variant.why_not
-        )
+    hopper_obstacle = _hopper_obstacle(
+        shape, topology, kernels, kernel, known, hopper_prefill_variant.why_not
+    )
     obstacle = _cdna5_obstacle(shape, topology, kernels)
     form = ""
     if hopper_obstacle is None:
         hopper = hopper_prefill_variant.tile_of(shape)
-        name, form = hopper_prefill_variant.NAME, hopper_prefill_variant.form_of(shape)
+        name, form = hopper_prefill_variant.NAME, hopper_prefill_variant.FORM
         # four warps of each consumer of 64 rows, and those of the producer
         tile = Tile(MAX_HEAD_DIM, 2 * hopper_prefill_variant.ROWS, hopper.block_n, 12, hopper.stages)
     elif obstacle is None:

@@ -12,7 +12,7 @@ import torch
 
 from numa_attention.domain_map import SM_IDS
 from numa_attention.jit import triton_release
-from numa_attention.prefill.hopper_variant import FORM, OLDEST_TRITON_WITH_CLUSTERS, SHARED_BYTES
+from numa_attention.prefill.hopper_variant import OLDEST_TRITON_WITH_CLUSTERS, SHARED_BYTES
 from numa_attention.schedule import PrefillSchedule, Schedule, make_splits
 from numa_attention.testing import capture, isa
 from numa_attention.testing.offline_calls import E4M3, make_call
@@ -27,8 +27,6 @@ LAYERS = {
     "head_dim 192": dict(head_dims=(192, 128), group=16, page_size=64),
     "head_dim 256": dict(head_dims=(256, 256), group=4, page_size=64),
 }
-TRANSPOSED = FORM
-ROUNDED = f"{FORM} rounded-queries rounded-probabilities"
 CLUSTER_LAYERS = {
     f"{title}, cluster": layer | {"cluster": True}
     for title, layer in LAYERS.items()
@@ -38,11 +36,6 @@ FLOAT8_LAYERS = {
     "float8, head_dim 64": dict(head_dims=(64, 64), page_size=64, sinks=True, window=127),
     "float8, head_dim 128": dict(head_dims=(128, 128)),
     "float8, head_dim 192": dict(head_dims=(192, 128), group=16, page_size=64),
-}
-TRANSPOSED_LAYERS = {
-    "float8 values, head_dim 64": FLOAT8_LAYERS["float8, head_dim 64"] | {"form": TRANSPOSED},
-    "float8 values, head_dim 128": FLOAT8_LAYERS["float8, head_dim 128"] | {"form": TRANSPOSED},
-    "float8 values, head_dim 128, rounded": dict(head_dims=(128, 128), page_size=64, form=ROUNDED),
 }
 
 
@@ -89,7 +82,7 @@ def report(layer: dict) -> dict:
 
 
 if __name__ == "__main__":
-    float8 = {title: layer | {"float8": E4M3} for title, layer in (FLOAT8_LAYERS | TRANSPOSED_LAYERS).items()}
+    float8 = {title: layer | {"float8": E4M3} for title, layer in FLOAT8_LAYERS.items()}
     for title, layer in (LAYERS | CLUSTER_LAYERS | float8).items():
         if not sys.argv[1:] or sys.argv[1] in title:
             print(json.dumps({"name": title} | report(layer)), flush=True)

@@ -6,7 +6,7 @@ import pytest
 
 from numa_attention.prefill.hopper_variant import SHARED_BYTES
 from tests.compiled import reports_of
-from tests.gluon.compile_hopper_prefill import CLUSTER_LAYERS, FLOAT8_LAYERS, TRANSPOSED_LAYERS
+from tests.gluon.compile_hopper_prefill import CLUSTER_LAYERS, FLOAT8_LAYERS
 from tests.gluon.compile_hopper_prefill import LAYERS as SINGLE_LAYERS
 
 pytestmark = pytest.mark.slow
@@ -14,6 +14,8 @@ LAYERS = SINGLE_LAYERS | CLUSTER_LAYERS
 THREADS = 384  # two consumers and the producer, each in a warpgroup
 # accesses to spilled registers, between loops and in the producer: once or twice a tile of the list
 SPILLS = 500
+# of the main loop at head_dim 128 over a float8 cache, whose consumers give eight registers to the converter
+FLOAT8_LOOP_SPILLS = 40
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +91,13 @@ def test_two_workgroups_a_tile(reports, name):
     assert pair["resources"]["shared"] <= alone["resources"]["shared"]
 
 
-@pytest.mark.parametrize("name", FLOAT8_LAYERS | TRANSPOSED_LAYERS)
+@pytest.mark.parametrize("name", FLOAT8_LAYERS)
 def test_a_float8_cache(reports, name):
     resources, opcodes, loop = (reports[name][part] for part in ("resources", "opcodes", "loop"))
+    head_dim, _ = FLOAT8_LAYERS[name]["head_dims"]
     assert resources["shared"] <= SHARED_BYTES
     assert resources["registers"] * (THREADS + 128) <= 65536, "a warpgroup more prepares values"
-    assert not count(loop, "STL", "LDL"), "nothing spills in the main loop"
+    assert count(loop, "STL", "LDL") <= (FLOAT8_LOOP_SPILLS if head_dim == 128 else 0)
     assert resources["spills"] <= SPILLS
     assert count(loop, "SHFL") == 8 and not count(loop, "STS", "LDS"), "no value changes its thread"
     assert not count(opcodes, "HMMA")
@@ -113,18 +116,3 @@ def test_values_become_float16(reports, name):
         "a pair an instruction, by the converter"
     )
     assert not count(loop, "F2FP.F16.E4M3.UNPACK_B")
-
-
-@pytest.mark.parametrize("name", TRANSPOSED_LAYERS)
-def test_values_are_transposed(reports, name):
-    opcodes, loop = reports[name]["opcodes"], reports[name]["loop"]
-    head_dim, head_dim_v = TRANSPOSED_LAYERS[name]["head_dims"]
-    parts = 1 if "rounded" in name else 2
-    assert count(loop, "QGMMA") == parts * (head_dim // 32 + 128 // 32), "both products of one tile"
-    assert not count(opcodes, "HGMMA"), "all products are in float8"
-    quads = head_dim_v * 128 // (128 * 16)  # instructions of 16 bytes a thread that move a tile of values
-    assert count(opcodes, "LDSM.16.MT88.4") == quads, "values are read transposed, by the transposer alone"
-    assert count(opcodes, "STSM.16.M88.4") == quads, "and written as matrices"
-    assert not count(opcodes, "F2FP.F16.E4M3.UNPACK_B"), (
-        "ptxas reads a wrong register, see hopper_float8.SPLIT"
-    )

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from numa_attention.gluon_compat import cluster_barrier
 from numa_attention.portable_launch import ANY_ALIGNMENT
 from numa_attention.prefill.hopper_consumer import consume
-from numa_attention.prefill.hopper_float8 import allocate_queries, prepare_values, shared_layout
+from numa_attention.prefill.hopper_float8 import allocate_queries, convert, shared_layout
 from numa_attention.prefill.hopper_producer import produce
 from numa_attention.prefill.hopper_rows import barrier_layout
 from numa_attention.prefill.hopper_tiles import allocate_records
@@ -97,7 +97,7 @@ def prefill_kernel(
     full_k = gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)
     empty_k = gl.allocate_shared_memory(gl.int64, [C.stages, 1], COMMON)
     full_v = gl.allocate_shared_memory(gl.int64, [C.value_stages, C.ctas], BAR)
-    # the values of a float8 cache come from a workgroup's own transposer
+    # the values of a float8 cache come from a workgroup's own converter
     empty_v = (
         gl.allocate_shared_memory(gl.int64, [C.value_stages, C.ctas], BAR)
         if C.float8
@@ -114,8 +114,8 @@ def prefill_kernel(
     for i in gl.static_range(C.value_stages):
         hopper.mbarrier.init(full_v.index(i), count=1)
         hopper.mbarrier.init(empty_v.index(i), count=C.consumers)
-    # what the producer fills: of a float8 cache other buffers, as queries become float8 and values are
-    # transposed or become float16
+    # what the producer fills: of a float8 cache other buffers, as queries become float8 and values
+    # float16
     raw_queries = (buffer_q, buffer_q2)
     raw_v = buffer_v
     full_raw = full_v
@@ -123,14 +123,9 @@ def prefill_kernel(
     if C.float8:
         if C.query_copies:
             raw_queries = allocate_queries(queries.dtype, C)
-        if C.float8_values:
-            buffer_v = gl.allocate_shared_memory(
-                values.dtype, [C.value_stages, C.dim_v, C.block_n], shared_layout(C.block_n, 8, C.ctas)
-            )
-        else:
-            buffer_v = gl.allocate_shared_memory(
-                gl.float16, [C.value_stages, C.block_n, C.dim_v], shared_layout(C.dim_v, 16, C.ctas)
-            )
+        buffer_v = gl.allocate_shared_memory(
+            gl.float16, [C.value_stages, C.block_n, C.dim_v], shared_layout(C.dim_v, 16, C.ctas)
+        )
         full_raw = gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)
         empty_raw = gl.allocate_shared_memory(gl.int64, [C.stages, 1], COMMON)
         for i in gl.static_range(C.stages):
@@ -168,7 +163,7 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 0, C)),
-                (prepare_values, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
+                (convert, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
                 (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,
@@ -179,7 +174,7 @@ def prefill_kernel(
             [
                 (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 0, C)),
                 (consume, (arguments, strides, partial, buffers, raw_queries, barriers, ring, 1, C)),
-                (prepare_values, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
+                (convert, (raw_v, buffer_v, full_raw, empty_raw, full_v, empty_v, ring, C)),
                 (produce, (descriptors, raw_buffers, raw_barriers, ring, step, places, C)),
             ],
             C.worker_warps,

@@ -10,8 +10,6 @@ from numa_attention import scores
 from numa_attention.prefill.hopper_float8 import (
     PROBABILITY_BITS,
     PROBABILITY_SCALE,
-    as_float8_operands,
-    in_order,
     load_rows,
     quantise_queries,
 )
@@ -79,45 +77,22 @@ def multiply_keys(buffers, slot, CONSUMER: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply_values(b_p, b_p2, values, b_acc, C: gl.constexpr):
-    """Begin the product of probabilities with values: the new accumulator, or with `summed` what it lacks."""
-    if C.float8_values:
-        values = values.permute((1, 0))
-    b_v = b_acc
-    if C.summed:
-        b_v = gl.zeros((C.rows, C.dim_v), gl.float32, product_layout(C.dim_v, C.value_depth, C.ctas))
-    b_v = hopper.warpgroup_mma(b_p, values, b_v, use_acc=not C.summed, is_async=True)
-    if C.probability_parts == 2:
-        b_v = hopper.warpgroup_mma(b_p2, values, b_v, is_async=True)
-    return b_v
+def multiply_values(b_p, values, b_acc):
+    """Begin the product of probabilities with values: the new accumulator."""
+    return hopper.warpgroup_mma(b_p, values, b_acc, is_async=True)
 
 
 @gluon.jit
-def wait_for_all(b_v, b_p, b_other, C: gl.constexpr):
-    """Wait for all products: b_v, b_other.
-
-    Operands in registers are kept until then. The compiler takes none of 8 bits here; the assembler keeps those.
-    """
-    if C.float8_values:
-        b_v, b_other = hopper.warpgroup_mma_wait(0, deps=(b_v, b_other))
-    else:
-        b_v, b_p, b_other = hopper.warpgroup_mma_wait(0, deps=(b_v, b_p, b_other))
-    return b_v, b_other
-
-
-@gluon.jit
-def add_values(b_acc, b_v, b_shrink, C: gl.constexpr):
-    """The accumulator with a product with values, which is all of it or, with `summed`, its part of one tile."""
-    if C.summed:
-        return b_acc * by_row(b_shrink, C)[:, None] + b_v
-    else:
-        return b_v
+def wait_for_all(b_acc, b_p, b_other):
+    """Wait for all products: the accumulator, b_other. Operands in registers are kept until then."""
+    b_acc, b_p, b_other = hopper.warpgroup_mma_wait(0, deps=(b_acc, b_p, b_other))
+    return b_acc, b_other
 
 
 @gluon.jit
 def by_row(b_x, C: gl.constexpr):
     """A number a row of the scores [M] for the rows of the accumulator."""
-    return gl.convert_layout(b_x, gl.SliceLayout(1, product_layout(C.dim_v, C.value_depth, C.ctas)))
+    return gl.convert_layout(b_x, gl.SliceLayout(1, product_layout(C.dim_v, 16, C.ctas)))
 
 
 @gluon.jit
@@ -165,16 +140,9 @@ def softmax(
 
 
 @gluon.jit
-def as_operands(b_p, DTYPE: gl.constexpr, C: gl.constexpr):
-    """Probabilities [M, N] as the left operands of the products with values: no value changes its thread.
-
-    The second one is the first again but with float8 in two parts.
-    """
-    if C.float8_values:
-        return as_float8_operands(b_p, C)
-    else:
-        b_p = gl.convert_layout(b_p.to(DTYPE), gl.DotOperandLayout(0, product_layout(C.dim_v, 16, C.ctas), 2))
-        return b_p, b_p
+def as_operand(b_p, DTYPE: gl.constexpr, C: gl.constexpr):
+    """Probabilities [M, N] as the left operand of the product with values: no value changes its thread."""
+    return gl.convert_layout(b_p.to(DTYPE), gl.DotOperandLayout(0, product_layout(C.dim_v, 16, C.ctas), 2))
 
 
 @gluon.jit
@@ -197,19 +165,18 @@ def clear_values(buffer, cleared, phase, key_low, seq_len, tile, CONSUMER: gl.co
 
 @gluon.jit
 def walk(
-    b_e, b_m, b_l, b_acc, b_shrink, begin, end, walked, turns, tile_high, buffers, barriers, o_position, b_slope,
+    b_e, b_m, b_l, b_acc, begin, end, walked, turns, tile_high, buffers, barriers, o_position, b_slope,
     seq_len, scale, soft_cap, MASKED: gl.constexpr, CONSUMER: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Steps [begin, end) of a tile's walk. Each adds the values of the step before it, whose probabilities b_e are.
 
-    b_shrink: with `summed`, what the accumulator shrinks by before it gets those values.
     walked, turns: KV tiles before this walk, and turns taken.
     """
     buffer_q, buffer_q2, buffer_k, buffer_k2, buffer_v = buffers
     full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
     for done in range(begin, end):
         # held in float32 until here: 16-bit values are taken apart and packed again where a loop carries them
-        b_p, b_p2 = as_operands(b_e, buffer_v.dtype, C)
+        b_p = as_operand(b_e, buffer_v.dtype, C)
         k_count = walked + done
         v_count = k_count - 1
         k_slot, v_slot = k_count % C.stages, v_count % C.value_stages
@@ -220,19 +187,18 @@ def walk(
         if C.ahead:
             b_s = multiply_keys(buffers, k_slot, CONSUMER, C)
             hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.value_stages) & 1)
-            b_v = multiply_values(b_p, b_p2, buffer_v.index(v_slot), b_acc, C)
+            b_acc = multiply_values(b_p, buffer_v.index(v_slot), b_acc)
             if C.turns:
                 hopper.mbarrier.arrive(turn.index((CONSUMER + 1) % C.consumers), count=1)
             b_s = hopper.warpgroup_mma_wait(1, deps=(b_s,))
             hopper.mbarrier.arrive(empty_k.index(k_slot), count=1)
         else:
             hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.value_stages) & 1)
-            b_v = multiply_values(b_p, b_p2, buffer_v.index(v_slot), b_acc, C)
+            b_acc = multiply_values(b_p, buffer_v.index(v_slot), b_acc)
             b_s = multiply_keys(buffers, k_slot, CONSUMER, C)
             if C.turns:
                 hopper.mbarrier.arrive(turn.index((CONSUMER + 1) % C.consumers), count=1)
-            b_v, b_s = wait_for_all(b_v, b_p, b_s, C)
-            b_acc = add_values(b_acc, b_v, b_shrink, C)
+            b_acc, b_s = wait_for_all(b_acc, b_p, b_s)
             hopper.mbarrier.arrive(empty_v.index(v_slot), count=1)
             hopper.mbarrier.arrive(empty_k.index(k_slot), count=1)
         b_e, b_m, b_l, b_alpha = softmax(
@@ -241,14 +207,10 @@ def walk(
         if C.ahead:
             # long fulfilled: this wait keeps the compiler from moving the next one up, before the exponentials
             hopper.mbarrier.wait(full_v.index(v_slot), (v_count // C.value_stages) & 1)
-            b_v, b_e = wait_for_all(b_v, b_p, b_e, C)
-            b_acc = add_values(b_acc, b_v, b_shrink, C)
+            b_acc, b_e = wait_for_all(b_acc, b_p, b_e)
             hopper.mbarrier.arrive(empty_v.index(v_slot), count=1)
-        if C.summed:
-            b_shrink = b_alpha
-        else:
-            b_acc = b_acc * by_row(b_alpha, C)[:, None]
-    return b_e, b_m, b_l, b_acc, b_shrink, turns
+        b_acc = b_acc * by_row(b_alpha, C)[:, None]
+    return b_e, b_m, b_l, b_acc, turns
 
 
 @gluon.jit
@@ -265,7 +227,7 @@ def consume(
     full_q, empty_q, full_k, empty_k, full_v, empty_v, turn, cleared = barriers
     records, full_records, empty_records = ring
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(C.block_n, C.depth, C.ctas))
-    PV: gl.constexpr = product_layout(C.dim_v, C.value_depth, C.ctas)
+    PV: gl.constexpr = product_layout(C.dim_v, 16, C.ctas)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, PV)
     v_factor = 1.0
     if C.has_scales:
@@ -342,7 +304,7 @@ def consume(
         b_s = multiply_keys(buffers, slot, CONSUMER, C)
         b_s = hopper.warpgroup_mma_wait(0, deps=(b_s,))
         hopper.mbarrier.arrive(empty_k.index(slot), count=1)
-        b_e, b_m, b_l, b_shrink = softmax(
+        b_e, b_m, b_l, b_alpha = softmax(
             b_s, b_m, b_l, tile_high - 1, o_position, b_slope, seq_len, row_scale, soft_cap, True, C
         )
         left_edge = key_low > (tile_high - steps) * C.block_n
@@ -359,17 +321,17 @@ def consume(
                 C,
             )
             clearings += 1
-        b_e, b_m, b_l, b_acc, b_shrink, turns = walk(
-            b_e, b_m, b_l, b_acc, b_shrink, 1, diagonal, walked, turns, tile_high, buffers, barriers,
+        b_e, b_m, b_l, b_acc, turns = walk(
+            b_e, b_m, b_l, b_acc, 1, diagonal, walked, turns, tile_high, buffers, barriers,
             o_position, b_slope, seq_len, row_scale, soft_cap, True, CONSUMER, C,
         )  # fmt: skip
-        b_e, b_m, b_l, b_acc, b_shrink, turns = walk(
-            b_e, b_m, b_l, b_acc, b_shrink, diagonal, interior, walked, turns, tile_high, buffers, barriers,
+        b_e, b_m, b_l, b_acc, turns = walk(
+            b_e, b_m, b_l, b_acc, diagonal, interior, walked, turns, tile_high, buffers, barriers,
             o_position, b_slope, seq_len, row_scale, soft_cap, False, CONSUMER, C,
         )  # fmt: skip
         if C.window >= 0:
-            b_e, b_m, b_l, b_acc, b_shrink, turns = walk(
-                b_e, b_m, b_l, b_acc, b_shrink, interior, steps, walked, turns, tile_high, buffers, barriers,
+            b_e, b_m, b_l, b_acc, turns = walk(
+                b_e, b_m, b_l, b_acc, interior, steps, walked, turns, tile_high, buffers, barriers,
                 o_position, b_slope, seq_len, row_scale, soft_cap, True, CONSUMER, C,
             )  # fmt: skip
         if C.query_copies and not C.float8:
@@ -384,10 +346,9 @@ def consume(
                     CONSUMER, C,
                 )  # fmt: skip
                 clearings += 1
-        b_p, b_p2 = as_operands(b_e, buffer_v.dtype, C)
-        b_v = multiply_values(b_p, b_p2, buffer_v.index(slot), b_acc, C)
-        b_v, b_l = wait_for_all(b_v, b_p, b_l, C)
-        b_acc = add_values(b_acc, b_v, b_shrink, C)
+        b_p = as_operand(b_e, buffer_v.dtype, C)
+        b_acc = multiply_values(b_p, buffer_v.index(slot), b_acc)
+        b_acc, b_l = wait_for_all(b_acc, b_p, b_l)
         hopper.mbarrier.arrive(empty_v.index(slot), count=1)
 
         b_m = gl.convert_layout(b_m * factor_of(row_scale, C), OUT_ROW)
@@ -418,8 +379,6 @@ def consume(
             p_lse = lse + o_token * lse_token_stride + o_head * lse_head_stride
             gl.store(p_lse, natural_lse(b_m, b_l), mask=m_row)
         b_out = (normalise(b_acc, b_l) * v_factor).to(out.dtype.element_ty)
-        if C.float8_values:
-            b_out = in_order(b_out, C)
         STORE: gl.constexpr = copy_layout(C.dim_v, C.ctas) if C.staged else b_out.type.layout
         b_out = gl.convert_layout(b_out, STORE)
         o_token, o_head, m_row = rows_of(

@@ -13,10 +13,10 @@ from numa_attention.jit import Launcher, gluon_entry, pointer_traits, triton_rel
 from numa_attention.prefill import portable
 from numa_attention.prefill.hopper import prefill_kernel
 from numa_attention.prefill.hopper_variant import (
+    FLOAT8_VALUE_STAGES,
     NAME,
     ROWS,
     check_cluster,
-    converts_values,
     ctas_of,
     keep_together,
     partitions_of,
@@ -24,7 +24,6 @@ from numa_attention.prefill.hopper_variant import (
     queues_of,
     splits_of,
     takes_float8,
-    value_stages_of,
 )
 from numa_attention.prefill.hopper_work import Constants
 from numa_attention.schedule import StepBatch
@@ -46,7 +45,6 @@ def constants_of(
     consumers = variant.block_m // (ROWS * ctas)
     float8 = takes_float8(shape)
     warps, registers = partitions_of(consumers, variant.form, float8)
-    query_parts, probability_parts = parts_of(variant.form) if float8 else (1, 1)
     dim, second = columns_of(shape.head_dim)
     return Constants(
         group=shape.group,
@@ -66,7 +64,7 @@ def constants_of(
         consumers=consumers,
         ctas=ctas,
         stages=variant.num_stages,
-        value_stages=value_stages_of(variant.num_stages, variant.form) if float8 else variant.num_stages,
+        value_stages=min(variant.num_stages, FLOAT8_VALUE_STAGES) if float8 else variant.num_stages,
         # hyperbolic tangents under way need too many registers
         ahead="ahead" in words and not has_cap,
         turns="turns" in words and consumers > 1,
@@ -75,13 +73,9 @@ def constants_of(
         splits=splits_of(shape, variant.form),
         queues=queues_of(variant.form, variant.queues),
         float8=float8,
-        float8_values=float8 and not converts_values(variant.form),
         cache_bytes=shape.kv_dtype.itemsize,
-        query_parts=query_parts,
-        probability_parts=probability_parts,
-        summed=float8 and "summed" in words,
+        query_parts=parts_of(variant.form) if float8 else 1,
         depth=32 // shape.kv_dtype.itemsize,
-        value_depth=32 if float8 and not converts_values(variant.form) else 16,
         worker_warps=warps,
         worker_registers=registers,
     )

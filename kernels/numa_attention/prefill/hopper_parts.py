@@ -21,7 +21,7 @@ safe_max = gluon.jit(scores.safe_max.fn)
 @gluon.jit
 def places_of(partial, place, CONSUMER: gl.constexpr, C: gl.constexpr):
     """Pointers to one part's m [M], l [M] and accumulator [M, dim_v], and to its count; see `PrefillSplits`."""
-    PV: gl.constexpr = product_layout(C.dim_v, C.value_depth, C.ctas)
+    PV: gl.constexpr = product_layout(C.dim_v, 16, C.ctas)
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, PV))
     o_dv = gl.arange(0, C.dim_v, gl.SliceLayout(0, PV))
     p_part = partial + (place * C.consumers + CONSUMER).to(gl.int64) * (ROWS * (C.dim_v + 3))

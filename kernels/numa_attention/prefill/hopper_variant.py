@@ -13,7 +13,8 @@ OLDEST_TRITON = (3, 6)
 OLDEST_TRITON_WITH_CLUSTERS = (3, 8)  # 3.7 cannot name a part of a tile of which each workgroup has a copy
 ROWS = 64  # of the packed tile, a consumer in a workgroup
 MAX_CONSUMERS = 3
-MAX_FLOAT8_CONSUMERS = 2  # the transposer's registers are a third one's
+MAX_FLOAT8_CONSUMERS = 2  # the converter's registers are a third one's
+FLOAT8_VALUE_STAGES = 2  # buffers of values in float16, which take twice as much as those of a float8 cache
 # what the words of a form mean; none of them changes the result, but for the rounding of a float8 cache's
 WORDS = {
     "ahead": "a tile's scores are multiplied with the values of the tile before, under which the softmax then runs",
@@ -25,16 +26,10 @@ WORDS = {
     "cluster": "two workgroups divide a tile of twice the rows, and one copy of keys and values by TMA goes to both",
 }
 # of a float8 cache alone
-CONVERTED = "values-in-float16"
-CONVERTER_WARPS = 2
 FLOAT8_WORDS = {
-    CONVERTED: "values become float16, and the product with them that of 16-bit numbers, without loss",
-    "summed": "products with values are added up in float32, not in wgmma, which keeps about 14 bits of float8's sums",
     "rounded-queries": "queries are one e4m3 number each, not the sum of two: half of the product with keys",
-    "rounded-probabilities": "probabilities are one e4m3 number each: half of the product with values",
 }
 FORM = "ahead copied persistent"
-FLOAT8_FORM = f"ahead copied persistent {CONVERTED}"
 # of tiles that are split: parts for which the workspace has room, and further rows of the list
 PLACES = 256
 LEAST_PART = 2048  # keys
@@ -60,8 +55,7 @@ TILES = {
     (192, 128): HopperTile(128, 2),
     (256, 256): HopperTile(64, 2),
 }
-# the same for an e4m3 cache, of which values take two buffers, one of them transposed. Not measured: the dispatcher
-# leaves such caches to the portable kernel
+# the same for an e4m3 cache, whose values take buffers of two kinds; measured likewise
 FLOAT8_TILES = {
     (64, 64): HopperTile(128, 3),
     (128, 128): HopperTile(128, 3),
@@ -74,20 +68,10 @@ def takes_float8(shape: LayerShape) -> bool:
     return shape.kv_dtype == torch.float8_e4m3fn
 
 
-def is_measured(shape: LayerShape) -> bool:
-    """Whether the dispatcher may choose the kernel: not before it has been measured."""
-    return not takes_float8(shape)
-
-
 def tile_of(shape: LayerShape) -> HopperTile:
     """The tile of a layer that the kernel takes."""
     tiles = FLOAT8_TILES if takes_float8(shape) else TILES
     return tiles[shape.head_dim, shape.head_dim_v]
-
-
-def form_of(shape: LayerShape) -> str:
-    """The form of a layer that the kernel takes."""
-    return FLOAT8_FORM if takes_float8(shape) else FORM
 
 
 def why_not(shape: LayerShape, triton: tuple[int, int] | None) -> str | None:
@@ -145,41 +129,18 @@ def check_cluster(form: str, queues: int, triton: tuple[int, int] | None) -> Non
         )
 
 
-def parts_of(form: str) -> tuple[int, int]:
-    """The numbers that a query is the sum of over a float8 cache, and those of a probability.
-
-    Raises ValueError for words that exclude one another.
-    """
-    words = form.split()
-    queries, probabilities = (2 - (f"rounded-{name}" in words) for name in ("queries", "probabilities"))
-    if not converts_values(form):
-        return queries, probabilities
-    useless = [word for word in ("summed", "rounded-probabilities") if word in words]
-    if useless:
-        raise ValueError(
-            f"{NAME} with the word {CONVERTED} takes no {' or '.join(useless)}, which are for products with values in "
-            "float8: leave one of them out"
-        )
-    return queries, 1
-
-
-def converts_values(form: str) -> bool:
-    """Whether values of a float8 cache are multiplied in float16."""
-    return CONVERTED in form.split()
-
-
-def value_stages_of(stages: int, form: str) -> int:
-    """Buffers of a float8 cache's values as they are multiplied; in float16 each takes twice as much."""
-    return min(stages, 2) if converts_values(form) else stages
+def parts_of(form: str) -> int:
+    """The e4m3 numbers that a query is the sum of over a float8 cache."""
+    return 1 if "rounded-queries" in form.split() else 2
 
 
 def shared_bytes(shape: LayerShape, consumers: int, block_n: int, stages: int, form: str) -> int:
     """Shared memory of a workgroup, about."""
     rows, size, words = consumers * ROWS, shape.dtype.itemsize, form.split()
     if takes_float8(shape):
-        queries = rows * shape.head_dim * (parts_of(form)[0] + (size if "copied" in words else 0))
-        values = value_stages_of(stages, form) * (2 if converts_values(form) else 1)
-        tiles = block_n * (stages * (shape.head_dim + shape.head_dim_v) + values * shape.head_dim_v)
+        queries = rows * shape.head_dim * (parts_of(form) + (size if "copied" in words else 0))
+        converted = 2 * min(stages, FLOAT8_VALUE_STAGES)  # of two bytes
+        tiles = block_n * (stages * (shape.head_dim + shape.head_dim_v) + converted * shape.head_dim_v)
     else:
         queries = rows * shape.head_dim * size
         tiles = stages * block_n * (shape.head_dim + shape.head_dim_v) * size
@@ -190,7 +151,7 @@ def shared_bytes(shape: LayerShape, consumers: int, block_n: int, stages: int, f
 def partitions_of(consumers: int, form: str, float8: bool) -> tuple[list[int], list[int]]:
     """Warps, and registers of a thread, of all partitions but the first consumer, which gets the rest of an SM's.
 
-    Consumers, the transposer or converter of a float8 cache's values, the producer. Raises ValueError for more
+    Consumers, the converter of a float8 cache's values, the producer. Raises ValueError for more
     consumers than there are registers for.
     """
     if float8 and consumers > MAX_FLOAT8_CONSUMERS:
@@ -198,10 +159,7 @@ def partitions_of(consumers: int, form: str, float8: bool) -> tuple[list[int], l
             f"{NAME} over a float8 cache has two consumers at most: give it at most {MAX_FLOAT8_CONSUMERS * ROWS} rows"
         )
     if float8:
-        if converts_values(form):
-            # converter and producer share a warpgroup, and with it the number of registers
-            return [4] * (consumers - 1) + [CONVERTER_WARPS, 1], [240] * (consumers - 1) + [24, 24]
-        return [4] * consumers + [1], [208] * (consumers - 1) + [72, 24]
+        return [4] * consumers + [1], [232] * (consumers - 1) + [24, 24]
     if consumers == MAX_CONSUMERS:
         consumer, producer = 160, 32
     else:

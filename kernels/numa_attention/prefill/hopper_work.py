@@ -43,13 +43,9 @@ class Constants:
     splits: bool  # whether tiles may be split; see `tile_splits.py`
     queues: int  # from which workgroups take tiles, 0 for none; see `hopper_tiles.py`
     float8: bool  # whether the cache is e4m3, and so the keys that are multiplied
-    float8_values: bool  # and the values
     cache_bytes: int  # of an element of keys and values
-    query_parts: int  # numbers that a query is the sum of, and a probability
-    probability_parts: int
-    summed: bool
-    depth: int  # of an instruction of the product with keys, and with values
-    value_depth: int
+    query_parts: int  # numbers that a query is the sum of
+    depth: int  # of an instruction of the product with keys
     worker_warps: list[int]  # of all partitions but the first consumer, and the registers of their threads
     worker_registers: list[int]
 

@@ -9,7 +9,7 @@ import torch
 
 from numa_attention.decode.hopper_products import UNPACK_E4M3, UNPACK_E5M2
 from numa_attention.placement_device import SM_ID
-from numa_attention.prefill.hopper_float8 import BYTES, SPLIT
+from numa_attention.prefill.hopper_float8 import SPLIT
 from numa_attention.testing.gluon import register_asm
 
 SMS = 5  # that the interpreter pretends to have
@@ -40,16 +40,9 @@ def _split(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(x.clamp(-largest, largest).to(torch.float8_e4m3fn) for x in (high, half - high))
 
 
-def _bytes(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int16 words -> int8 of their lower bytes, and of their upper ones."""
-    pairs = words.contiguous().view(torch.int8).unflatten(-1, (-1, 2))
-    return pairs[..., 0], pairs[..., 1]
-
-
 def register() -> None:
     """Make the assembly known to the interpreter."""
     register_asm(SM_ID, _some_sm)
     register_asm(UNPACK_E4M3.value, _unpack(torch.float8_e4m3fn))
     register_asm(UNPACK_E5M2.value, _unpack(torch.float8_e5m2))
     register_asm(SPLIT.value, _split)
-    register_asm(BYTES.value, _bytes)
