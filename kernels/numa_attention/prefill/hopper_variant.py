@@ -101,7 +101,7 @@ def queues_of(form: str, domains: int) -> int:
     """Queues from which workgroups take tiles: those of hardware placement, or one for all, or none.
 
     domains: queues of hardware placement, 0 with dispatch. Where there are none, a workgroup has one tile, or clusters,
-    which cannot agree on what one of them takes, have every so-manieth.
+    which cannot agree on what one of them takes, divide them in turn.
     """
     return domains or int("persistent" in form.split() and ctas_of(form) == 1)
 
