@@ -131,8 +131,8 @@ FLOAT8_FAULTS = {
         "empty_raw = gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)",
     ),
     "the other converter does not wait": (
-        "gl.allocate_shared_memory(gl.int64, [C.stages, C.ctas], BAR)\n        if C.float8",
-        "gl.allocate_shared_memory(gl.int64, [C.stages, 1], COMMON)\n        if C.float8",
+        "gl.allocate_shared_memory(gl.int64, [C.value_stages, C.ctas], BAR)\n        if C.float8",
+        "gl.allocate_shared_memory(gl.int64, [C.value_stages, 1], COMMON)\n        if C.float8",
     ),
 }
 
