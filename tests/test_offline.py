@@ -115,7 +115,7 @@ def test_common_layers(generation, tmp_path):
     assert {report["kernel"] for report in reports} == {"decode_kernel", "prefill_kernel"}
     for report in reports:
         name = f"{report['kernel']} {report['call']} {report['tile']}"
-        assert report["faults"] == [], name
+        assert report["faults"] == report["unwritten"] == [], name
         assert 0 < report["resources"]["shared"] <= report["shared_limit"], name
         assert report["resources"]["occupancy"] > 0, name
         loop = report["main_loop"]
@@ -253,6 +253,16 @@ def test_spills_that_are_known(generation, call, tile, in_loop, registers, scrat
     )
     assert bool(report.notes()) == accepted
     assert bool(report.faults()) == (not accepted)
+
+
+def test_what_computes_with_an_unwritten_register_is_a_fault():
+    resources = isa.Resources(128, spills=0, scratch=0, shared=1, occupancy=8)
+    read = "F2FP.F16.E4M3.UNPACK_B R6, R0 at 0x50 reads R0"
+    report = offline.Report(
+        "sm_90", "prefill_kernel", "bf16 d64 g8 p64", "128x128 12w 3s", resources, 2, {}, {}, 100, [], 1.0,
+        unwritten=(read, read),
+    )  # fmt: skip
+    assert report.faults() == [f"computes with what nothing has written: {read}, and 1 more"]
 
 
 AMD = """

@@ -64,6 +64,7 @@ def report(layer: dict, fields: dict) -> dict:
         "variant": variant.describe(),
         "stages": variant.num_stages,
         "resources": asdict(resources),
+        "unwritten": code.unwritten,
         "main_loop": code.count(code.main_loop()),
         "copy_loop": counts[min(copying, key=lambda loop: loop[1] - loop[0])],
     }

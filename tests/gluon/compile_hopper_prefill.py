@@ -72,6 +72,7 @@ def report(layer: dict) -> dict:
     loop = [text.split()[0] for text in code.instructions[begin:end]]
     return {
         "resources": asdict(resources),
+        "unwritten": code.unwritten,
         "opcodes": Counter(text.split()[0] for text in code.instructions),
         "loop": Counter(loop),
         "whole": code.count(),

@@ -26,6 +26,7 @@ def test_nothing_spills_and_two_workgroups_share_a_multiprocessor(reports):
         resources = report["resources"]
         spills = SPILLS.get(name, 0)
         assert resources["spills"] <= spills, (name, resources)
+        assert report["unwritten"] == [], (name, "computes with what nothing has written")
         in_loop = report["main_loop"].get("scratch access", 0)
         assert in_loop <= (2 if spills else 0) and "scratch access" not in report["copy_loop"], (name, report)
         workgroups = 1 if name in ALONE else 2

@@ -148,6 +148,12 @@ def test_requests_without_keys_or_queries(form):
     check(bf16_case([1, 0, 1, 0], [70, 0, 0, 0], q_heads=2, kv_heads=1), form)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=["bf16", "e4m3"])
+def test_a_negative_scale(kv_dtype):
+    case = bf16_case([1, 2], [70, 150], q_heads=6, kv_heads=2, head_dim=128, kv_dtype=kv_dtype)
+    check(case, "two-stage", scale=-0.2)
+
+
 def test_queries_beyond_the_range_of_float16():
     case = bf16_case([1], [70], q_heads=2, kv_heads=1, head_dim=128, kv_dtype=E4M3)
     case.q *= 1e6

@@ -29,6 +29,11 @@ def count(opcodes: dict[str, int], *prefixes: str) -> int:
     return sum(n for opcode, n in opcodes.items() if opcode.startswith(prefixes))
 
 
+@pytest.mark.parametrize("name", [*LAYERS, *FLOAT8_LAYERS])
+def test_no_register_is_read_before_it_is_written(reports, name):
+    assert reports[name]["unwritten"] == []
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_resources(reports, name):
     resources, loop = reports[name]["resources"], reports[name]["loop"]

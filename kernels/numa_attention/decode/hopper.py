@@ -73,10 +73,12 @@ def load_query(
                 b_left = b_left - b_term.to(gl.float32)
         b_factor = gl.convert_layout(b_factor, ROW)
     else:
+        # a product: ptxas 12.9 spills the operands of a choice between 16-bit numbers and their negatives
+        sign = gl.where(scale < 0.0, -1.0, 1.0).to(q.dtype.element_ty)
         for column in gl.static_range(COLUMNS):
             p_q = p_row[:, None] + (column * WIDTH + o_column)[None, :]
             b_q = gl.load(p_q, mask=m_row[:, None], other=0.0)
-            shared_q.index(column).store(gl.where(scale < 0.0, -b_q, b_q))
+            shared_q.index(column).store(b_q * sign)
         b_factor = gl.full((BLOCK_M,), 1.0, gl.float32, ROW)
     hopper.fence_async_shared()
     return b_factor

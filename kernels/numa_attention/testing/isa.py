@@ -9,12 +9,14 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import triton
 from triton.compiler import CompiledKernel
+
+from numa_attention.testing.unwritten import unwritten_reads
 
 # what an instruction is for -> how it looks, opcode first
 AMD_KINDS = {
@@ -81,11 +83,15 @@ _BRANCH = re.compile(r"(?:s_c?branch\w*|BRA\S*)\s.*?(\.L(?:BB|_x_)\w+)")
 
 @dataclass(frozen=True)
 class Code:
-    """The instructions of a kernel in their order, and its loops as ranges [begin, end) of them."""
+    """The instructions of a kernel in their order, and its loops as ranges [begin, end) of them.
+
+    unwritten: on NVIDIA, instructions that read registers which nothing has written, see `unwritten`.
+    """
 
     kinds: dict[str, str]
     instructions: list[str]
     loops: list[tuple[int, int]]
+    unwritten: tuple[str, ...] = ()
 
     def count(self, loop: tuple[int, int] | None = None) -> Counter[str]:
         """Instructions of each kind, in the whole kernel or in one loop."""
@@ -235,7 +241,8 @@ def _inspect_nvidia(kernel: CompiledKernel, shared_bytes: int) -> tuple[Resource
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(kernel.asm["cubin"])
         usage = _run(triton.knobs.nvidia.cuobjdump.path, "-res-usage", binary)
-        code = parse(_run(triton.knobs.nvidia.nvdisasm.path, "-c", binary), NVIDIA_KINDS)
+        listing = _run(triton.knobs.nvidia.nvdisasm.path, "-c", binary)
+    code = replace(parse(listing, NVIDIA_KINDS), unwritten=tuple(unwritten_reads(listing)))
     used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     registers_of_workgroup = -(-used["REG"] // 8) * 8 * 32 * warps

@@ -2,7 +2,8 @@
 
     python -m numa_attention.testing.offline --device gfx942 --subset
 
-Exit code 1 if a kernel does not compile, spills registers or takes more LDS than the device has.
+Exit code 1 if a kernel does not compile, spills registers, takes more LDS than the device has, or reads a register that
+nothing has written.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Report:
     each kind (see `isa`) in the kernel and in the loop over tiles that need no mask; loop_length: all its instructions.
     announcements: on AMD, how each atomic of a merge follows the stores that it announces, see `isa.announcements`.
     tensor_rows: bytes of a row in the requests to the tensor mover, of each kind of request.
+    unwritten: on NVIDIA, instructions that read registers which nothing has written.
     failure: why it does not compile, empty where it does.
     """
 
@@ -67,6 +69,7 @@ class Report:
     seconds: float
     failure: str = ""
     tensor_rows: tuple[int, ...] = ()
+    unwritten: tuple[str, ...] = ()
 
     def faults(self) -> list[str]:
         """What is wrong with it; empty if nothing is."""
@@ -75,6 +78,9 @@ class Report:
             found.append(f"needs {self.resources.shared} bytes of LDS, there are {self.shared_limit}")
         if self._spills() and not self._accepted():
             found.append(self._spills())
+        if self.unwritten:
+            more = f", and {len(self.unwritten) - 1} more" if len(self.unwritten) > 1 else ""
+            found.append(f"computes with what nothing has written: {self.unwritten[0]}{more}")
         in_cluster = bool(self.whole.get("cluster barrier"))
         if in_cluster and self.announcements != isa.MET_IN_A_CLUSTER:
             found.append(f"meets its cluster before its part is there: {'; '.join(self.announcements)}")
@@ -144,6 +150,7 @@ def reports(generation: str, calls: list[tuple[Call, str]], **tile: int | str) -
                 announcements=isa.announcements(code) if generation.startswith("gfx") else [],
                 seconds=time.perf_counter() - start,
                 tensor_rows=tuple(isa.tensor_rows(compiled.result)),
+                unwritten=code.unwritten,
             )
 
 
